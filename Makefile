@@ -1,0 +1,38 @@
+# Everything runs in .venv, which is made once and again only when the project's requirements change.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+
+.DEFAULT_GOAL := help
+.PHONY: help run test lint figures bench clean
+
+help:  ## list the targets
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{ printf "  make %-9s %s\n", $$1, $$2 }'
+
+run: $(READY)  ## dilated attention at a long length, and its error against the dense oracle at a short one
+	@$(BIN)/python -m ringspan.demo
+
+test: lint  ## lint, types and tests
+	@$(BIN)/python -m pytest -q
+
+lint: $(READY)  ## lint and types only
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+figures: $(READY)  ## draw the pictures of the docs again
+	@$(BIN)/python docs/draw_figures.py
+
+bench: $(READY)  ## measure speed and memory (about half an hour; keep the machine quiet)
+	@$(BIN)/python benchmarks/one_device.py
+
+clean:  ## remove .venv and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "ringspan needs Python 3.10 or newer, but $(PYTHON) is " + sys.version.split()[0] + "; try make PYTHON=python3.12")'
+	@echo "Setting up $(VENV) (once; about a minute) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@

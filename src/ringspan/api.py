@@ -1,0 +1,162 @@
+"""What users call: `attention`, with every argument checked before anything is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from ringspan import kernels
+from ringspan.geometry import Dilated, Documents, Full, Pattern
+from ringspan.op import attention_op
+
+Lengths = Sequence[int] | Tensor
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    pattern: Pattern,
+    causal: bool = ...,
+    scale: float | None = ...,
+    lengths: Lengths | None = ...,
+    return_lse: Literal[False] = ...,
+    kernel: str | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    pattern: Pattern,
+    causal: bool = ...,
+    scale: float | None = ...,
+    lengths: Lengths | None = ...,
+    return_lse: Literal[True],
+    kernel: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    pattern: Pattern,
+    causal: bool = False,
+    scale: float | None = None,
+    lengths: Lengths | None = None,
+    return_lse: bool = False,
+    kernel: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention under a pattern.
+
+    Args:
+        q: (batch, seq, heads, dim).
+        k, v: (batch, seq, kv_heads, dim), where kv_heads divides heads: query head j reads KV head
+            j // (heads // kv_heads).
+        pattern: `Dilated(...)` or `Full()`.
+        causal: whether a query sees only keys up to its own position.
+        scale: factor of the scores; dim ** -0.5 by default.
+        lengths: packed documents: the row dimension holds sequences of these lengths end to end, each with
+            positions of its own. A sequence of ints or, so that torch.compile need not compile anew when they
+            change, an int64 tensor.
+        return_lse: also return the log-sum-exp of the scores, (batch, heads, seq); differentiable too.
+        kernel: the name of a kernel (`ringspan.kernels.names()`); by default the best for device and dtype.
+
+    Returns:
+        (batch, seq, heads, dim) in the dtype of q. A row that sees nothing is 0, and its lse is -inf.
+
+    Under `torch.autocast`, q, k and v are cast to its dtype, as in PyTorch's own attention.
+
+    >>> import torch, ringspan as rs
+    >>> q, k, v = torch.randn(3, 1, 1000, 4, 16).unbind()
+    >>> rs.attention(q, k, v, pattern=rs.Dilated((64, 256), (1, 4)), causal=True).shape
+    torch.Size([1, 1000, 4, 16])
+    """
+    _check_tensors(q, k, v)
+    q, k, v = _autocast(q, k, v)
+    _check_operands(q, k, v)
+    _check_pattern(pattern, k.shape[2])
+    name = _kernel_name(kernel, q)
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal={causal!r}: must be True or False")
+    packed = None if lengths is None else _lengths_tensor(lengths, q.shape[1])
+    factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    out, lse = attention_op(q, k, v, packed, pattern.text, causal, factor, name)
+    return (out, lse) if return_lse else out
+
+
+def _check_tensors(q: Any, k: Any, v: Any) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}: must be a torch.Tensor")
+        if x.dim() != 4:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}: must be (batch, seq, heads, dim)")
+
+
+def _check_operands(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            raise ValueError(f"{name} is {x.dtype}, but q is {q.dtype}: all three need one dtype; cast with .to()")
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device}, but q is on {q.device}: move all three to one device")
+    if not q.dtype.is_floating_point:
+        raise ValueError(f"q is {q.dtype}: attention needs floating-point numbers; cast with .to()")
+    if k.shape != v.shape:
+        raise ValueError(f"k has shape {tuple(k.shape)}, v has {tuple(v.shape)}: they must be equal")
+    for dim, what in ((0, "batch"), (1, "seq"), (3, "dim")):
+        if q.shape[dim] != k.shape[dim]:
+            raise ValueError(
+                f"q has shape {tuple(q.shape)}, k has {tuple(k.shape)}: {what} must be equal "
+                f"(shapes are (batch, seq, heads, dim))"
+            )
+    heads, kv_heads, dim = q.shape[2], k.shape[2], q.shape[3]
+    if heads == 0 or kv_heads == 0 or dim == 0:
+        raise ValueError(f"q has shape {tuple(q.shape)}, k has {tuple(k.shape)}: heads and dim must be at least 1")
+    if heads % kv_heads:
+        raise ValueError(
+            f"q has {heads} heads, k and v have {kv_heads}: the number of KV heads must divide that of query heads"
+        )
+
+
+def _check_pattern(pattern: Any, kv_heads: int) -> None:
+    if not isinstance(pattern, (Full, Dilated)):
+        raise TypeError(f"pattern={pattern!r}: must be Dilated(segment_lengths, dilation_rates) or Full()")
+    pattern.check_heads(kv_heads)
+
+
+def _kernel_name(kernel: str | None, q: Tensor) -> str:
+    chosen = kernels.choose(q.device, q.dtype).kernel if kernel is None else kernels.get(kernel)
+    refusal = chosen.contract.refusal(q.device.type, q.dtype, q.shape[-1])
+    if refusal:
+        raise ValueError(f"kernel {chosen.name!r}: {refusal}, or name another kernel, such as kernel='reference'")
+    return chosen.name
+
+
+def _lengths_tensor(lengths: Lengths, rows: int) -> Tensor:
+    if isinstance(lengths, Tensor):
+        if lengths.dtype != torch.int64 or lengths.dim() != 1:
+            raise ValueError(
+                f"lengths is {lengths.dtype} of shape {tuple(lengths.shape)}: must be int64, one number a document"
+            )
+        return lengths
+    documents = Documents(tuple(lengths))
+    documents.check_rows(rows)
+    return torch.tensor(documents.lengths, dtype=torch.int64)
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)

@@ -1,0 +1,105 @@
+"""Combs: the one shape that every set of rows has.
+
+Inside a segment the selected rows of a head are an arithmetic progression; over a run of equal
+segments, and over heads whose offsets rise by a constant, they form a regular comb. A comb is
+therefore one strided view of a tensor, read in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """The rows of one head in one piece: ``rows`` rows from ``start`` on, ``step`` apart."""
+
+    start: int
+    rows: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Comb:
+    """Rows of the heads ``head .. head + heads - 1``.
+
+    Row ``j`` of segment ``s`` for the ``i``-th of these heads is
+    ``start + i * head_step + s * stride + j * step``.
+
+    >>> Comb(head=0, heads=2, head_step=1, start=0, segments=2, stride=8, rows=3, step=3).lane(1)
+    (1, 4, 7, 9, 12, 15)
+    """
+
+    head: int
+    heads: int
+    head_step: int
+    start: int
+    segments: int
+    stride: int
+    rows: int
+    step: int
+
+    def __post_init__(self) -> None:
+        for name in ("heads", "segments", "rows", "step"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: a comb has at least one; leave empty combs out")
+        for name in ("head", "head_step", "start", "stride"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)}: a comb runs forward; split it where it would wrap")
+
+    @property
+    def size(self) -> int:
+        """How many (row, head) pairs the comb holds."""
+        return self.heads * self.segments * self.rows
+
+    def lane(self, i: int) -> tuple[int, ...]:
+        """All rows of the ``i``-th head of the comb, in order of segment, then row."""
+        base = self.start + i * self.head_step
+        return tuple(base + s * self.stride + j * self.step for s in range(self.segments) for j in range(self.rows))
+
+
+def group_heads(*frames: Sequence[Lane], segments: int = 1, stride: int = 0) -> Iterator[tuple[Comb, ...]]:
+    """Gather neighbouring heads into combs, the same heads in every frame.
+
+    A frame gives one lane for each head: for a tile one frame is the queries' and one the keys'. A
+    run of heads goes on while, in every frame, the row counts stay equal and the starts rise by a
+    constant that is not negative. Heads without rows in some frame are left out. All frames repeat
+    over the same ``segments``, ``stride`` rows apart.
+
+    >>> lanes = [Lane(start, 4, 2) for start in (0, 1, 0, 1)]
+    >>> [(comb.head, comb.heads) for comb, in group_heads(lanes)]
+    [(0, 2), (2, 2)]
+    """
+    heads = len(frames[0])
+    first = 0
+    while first < heads:
+        if any(frame[first].rows == 0 for frame in frames):
+            first += 1
+            continue
+        steps = [0] * len(frames)
+        last = first + 1
+        while last < heads:
+            rises = [frame[last].start - frame[last - 1].start for frame in frames]
+            if last == first + 1:
+                steps = rises
+            alike = all(frame[last].rows == frame[first].rows for frame in frames)
+            if not alike or rises != steps or min(rises) < 0:
+                break
+            last += 1
+        if last == first + 1:
+            steps = [0] * len(frames)
+        yield tuple(
+            Comb(
+                head=first,
+                heads=last - first,
+                head_step=step,
+                start=frame[first].start,
+                segments=segments,
+                stride=stride,
+                rows=frame[first].rows,
+                step=frame[first].step,
+            )
+            for frame, step in zip(frames, steps, strict=True)
+        )
+        first = last

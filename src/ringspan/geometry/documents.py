@@ -1,0 +1,44 @@
+"""Packed documents: several sequences that lie end to end in one row dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ringspan.geometry.integers import as_int
+
+
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """The lengths of the documents, in order; a document may be empty.
+
+    >>> list(Documents((3, 0, 2)).spans())
+    [(0, 3), (3, 3), (3, 5)]
+    """
+
+    lengths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lengths", tuple(as_int(f"lengths[{i}]", x) for i, x in enumerate(self.lengths)))
+        for i, length in enumerate(self.lengths):
+            if length < 0:
+                raise ValueError(f"lengths[{i}]={length}: a document's length is at least 0")
+
+    @property
+    def rows(self) -> int:
+        return sum(self.lengths)
+
+    def spans(self) -> Iterator[tuple[int, int]]:
+        """(first row, row after the last) of each document."""
+        start = 0
+        for length in self.lengths:
+            yield start, start + length
+            start += length
+
+    def check_rows(self, rows: int) -> None:
+        """Raise unless the documents fill exactly ``rows`` rows."""
+        if self.rows != rows:
+            raise ValueError(
+                f"lengths add up to {self.rows}, but the sequence has {rows} rows: "
+                "every row belongs to one document; give padding a document of its own"
+            )

@@ -1,0 +1,214 @@
+"""Attention patterns and the definition of what they mean: `Full`, `Dilated`, and ``sees``.
+
+The definition is in docs/semantics.md; the code below states it in integers, and everything else
+in the library is held to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal, cast, get_args
+
+from ringspan.geometry.integers import as_int
+
+HeadOffsets = Literal["interleaved", "blocked"]
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """One (segment length, dilation rate) of a pattern, with the shift of its segment borders."""
+
+    segment_length: int
+    rate: int
+    shift: int = 0
+
+    def sees(self, p: int, t: int, offset: int) -> bool:
+        """Whether query ``p`` sees key ``t``, causality aside, for a head with this offset."""
+        p, t = p + self.shift, t + self.shift
+        return p // self.segment_length == t // self.segment_length and all(
+            x % self.segment_length % self.rate == offset for x in (p, t)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Full:
+    """Plain attention: every query sees every key (under causality: every key up to itself).
+
+    >>> Full().sees(0, 5)
+    1
+    >>> Full().sees(0, 5, causal=True)
+    0
+    """
+
+    @property
+    def text(self) -> str:
+        """The pattern as one line that `parse_pattern` reads back."""
+        return "full"
+
+    def branches(self, rows: int) -> tuple[Branch, ...]:
+        """The branches as they apply to a document of ``rows`` rows."""
+        return (Branch(max(rows, 1), 1),)
+
+    def offsets(self, rate: int, kv_heads: int) -> tuple[int, ...]:
+        return (0,) * kv_heads
+
+    def for_heads(self, first: int, total: int) -> Full:
+        """All heads are alike: which of them the tensors hold makes no difference."""
+        _check_first_of_total(first, total)
+        return self
+
+    def check_heads(self, kv_heads: int) -> None:
+        """Any number of heads will do."""
+
+    def sees(self, p: int, t: int, *, head: int = 0, kv_heads: int = 1, causal: bool = False) -> int:
+        """m(p, t): 1 if query ``p`` sees key ``t``, else 0."""
+        return int(not causal or t <= p)
+
+
+@dataclass(frozen=True, slots=True)
+class Dilated:
+    """LongNet's dilated attention: one branch for each (segment length, dilation rate).
+
+    Args:
+        segment_lengths: rows per segment of each branch.
+        dilation_rates: in a branch with rate r, every r-th row of a segment takes part.
+        head_offsets: where the comb of KV head c starts: ``"interleaved"`` (the paper) c mod r, or
+            ``"blocked"`` (torchscale) c // ceil(kv_heads / r).
+        shift: moves the borders between segments, so that layers can alternate.
+        first_head, total_heads: set by `for_heads`; ``total_heads=0`` means "as many as the tensors hold".
+
+    >>> pattern = Dilated((4, 8), (1, 2))
+    >>> [t for t in range(16) if pattern.sees(5, t, head=1, kv_heads=2)]
+    [1, 3, 4, 5, 6, 7]
+    >>> pattern.sees(5, 7, head=1, kv_heads=2)
+    2
+    """
+
+    segment_lengths: tuple[int, ...]
+    dilation_rates: tuple[int, ...]
+    head_offsets: HeadOffsets = "interleaved"
+    shift: int = 0
+    first_head: int = 0
+    total_heads: int = 0
+
+    def __post_init__(self) -> None:
+        rules = {"segment_lengths": "a segment has at least 1 row", "dilation_rates": "a rate must be at least 1"}
+        for name, rule in rules.items():
+            values = _int_tuple(name, getattr(self, name))
+            for i, value in enumerate(values):
+                if value < 1:
+                    raise ValueError(f"{name}[{i}]={value}: {rule}")
+            object.__setattr__(self, name, values)
+        if not self.segment_lengths:
+            raise ValueError("segment_lengths=(): a pattern has at least one branch; for plain attention use Full()")
+        if len(self.segment_lengths) != len(self.dilation_rates):
+            raise ValueError(
+                f"{len(self.segment_lengths)} segment_lengths but {len(self.dilation_rates)} dilation_rates: "
+                "give one rate for each segment length"
+            )
+        if self.head_offsets not in get_args(HeadOffsets):
+            choices = " or ".join(map(repr, get_args(HeadOffsets)))
+            raise ValueError(f"head_offsets={self.head_offsets!r}: must be {choices}")
+        for name in ("shift", "first_head", "total_heads"):
+            object.__setattr__(self, name, as_int(name, getattr(self, name)))
+        if self.shift < 0:
+            raise ValueError(f"shift={self.shift}: must be at least 0; to move borders back, add a segment length")
+        if self.total_heads or self.first_head:
+            _check_first_of_total(self.first_head, self.total_heads)
+
+    @property
+    def text(self) -> str:
+        """The pattern as one line that `parse_pattern` reads back.
+
+        >>> Dilated((2048, 4096), (1, 2), shift=16).text
+        'dilated 2048x1 4096x2 interleaved shift 16 heads 0 of 0'
+        """
+        pairs = " ".join(f"{w}x{r}" for w, r in zip(self.segment_lengths, self.dilation_rates, strict=True))
+        heads = f"heads {self.first_head} of {self.total_heads}"
+        return f"dilated {pairs} {self.head_offsets} shift {self.shift} {heads}"
+
+    def branches(self, rows: int) -> tuple[Branch, ...]:
+        """The branches as they apply to a document of ``rows`` rows."""
+        pairs = zip(self.segment_lengths, self.dilation_rates, strict=True)
+        return tuple(Branch(w, r, self.shift % w) for w, r in pairs)
+
+    def offsets(self, rate: int, kv_heads: int) -> tuple[int, ...]:
+        """The offset of each KV head that the tensors hold, in a branch with this rate."""
+        self.check_heads(kv_heads)
+        heads = range(self.first_head, self.first_head + kv_heads)
+        if self.head_offsets == "interleaved":
+            return tuple(c % rate for c in heads)
+        block = -(-(self.total_heads or kv_heads) // rate)
+        return tuple(c // block for c in heads)
+
+    def for_heads(self, first: int, total: int) -> Dilated:
+        """The same pattern for tensors that hold the KV heads from ``first`` on, of ``total`` (tensor parallelism).
+
+        >>> Dilated((8,), (4,)).for_heads(2, 4).offsets(4, kv_heads=2)
+        (2, 3)
+        """
+        _check_first_of_total(first, total)
+        return replace(self, first_head=first, total_heads=total)
+
+    def check_heads(self, kv_heads: int) -> None:
+        """Raise if tensors with this many KV heads cannot be the ones that `for_heads` announced."""
+        if self.total_heads and self.first_head + kv_heads > self.total_heads:
+            raise ValueError(
+                f"for_heads(first={self.first_head}, total={self.total_heads}) leaves room for "
+                f"{self.total_heads - self.first_head} KV heads, but k and v have {kv_heads}: "
+                "first and total count KV heads over all devices"
+            )
+
+    def sees(self, p: int, t: int, *, head: int = 0, kv_heads: int = 1, causal: bool = False) -> int:
+        """m(p, t): in how many branches query ``p`` sees key ``t``, for KV head ``head`` of ``kv_heads``."""
+        if causal and t > p:
+            return 0
+        return sum(branch.sees(p, t, self.offsets(branch.rate, kv_heads)[head]) for branch in self.branches(1))
+
+
+Pattern = Full | Dilated
+
+
+@lru_cache(maxsize=256)
+def parse_pattern(text: str) -> Pattern:
+    """The pattern that ``text`` came from.
+
+    >>> parse_pattern(Dilated((8,), (2,), "blocked").text)
+    Dilated(segment_lengths=(8,), dilation_rates=(2,), head_offsets='blocked', shift=0, first_head=0, total_heads=0)
+    """
+    kind, *words = text.split()
+    if kind == "full":
+        return Full()
+    *pairs, head_offsets, _, shift, _, first_head, _, total_heads = words
+    lengths, rates = zip(*(map(int, pair.split("x")) for pair in pairs), strict=True)
+    return Dilated(lengths, rates, cast(HeadOffsets, head_offsets), int(shift), int(first_head), int(total_heads))
+
+
+def unselected_row(pattern: Pattern, rows: int, kv_heads: int, look_at: int = 4096) -> tuple[int, int] | None:
+    """The first (row, head) among the first ``look_at`` rows that no branch selects, or None.
+
+    Every pattern with a rate of 1 selects every row.
+    """
+    branches = pattern.branches(rows)
+    if any(branch.rate == 1 for branch in branches):
+        return None
+    for head in range(kv_heads):
+        offsets = [pattern.offsets(branch.rate, kv_heads)[head] for branch in branches]
+        for row in range(min(rows, look_at)):
+            if not any(b.sees(row, row, offset) for b, offset in zip(branches, offsets, strict=True)):
+                return row, head
+    return None
+
+
+def _int_tuple(name: str, values: object) -> tuple[int, ...]:
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise TypeError(f"{name}={values!r}: must be a sequence of ints, one for each branch")
+    return tuple(as_int(f"{name}[{i}]", value) for i, value in enumerate(values))
+
+
+def _check_first_of_total(first: int, total: int) -> None:
+    first, total = as_int("first", first), as_int("total", total)
+    if not 0 <= first < total:
+        raise ValueError(f"first={first}, total={total}: the first KV head held must lie in 0 .. total - 1")

@@ -1,0 +1,165 @@
+"""The CUDA kernels of PyTorch: flash, memory-efficient and cuDNN, behind one protocol.
+
+They differ in what they take and in the shape of the lse they report; the contracts and the wrappers
+below hide that. The aten operators are private names of another library; tests/kernels/test_cuda.py runs
+each of them with fake tensors and checks its schema.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ringspan.kernels.kernel import Contract, Kernel, Needs
+
+_aten = torch.ops.aten
+_LSE_ROWS = 32  # the efficient kernel pads the rows of its lse to a multiple of this, with +inf
+
+
+def _no_dropout_state(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """What stands for a random state that nobody reads: dropout is 0."""
+    return torch.zeros((), dtype=dtype, device=x.device)
+
+
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    FLASH.contract.check_call(q, k, v, causal)
+    out, lse, *_ = _aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, causal, scale=scale)
+    return out, lse
+
+
+def flash_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    needs: Needs,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    FLASH.contract.check_call(q, k, v, causal)
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward.default(
+        grad_out,
+        q,
+        k,
+        v,
+        out,
+        lse.contiguous(),
+        None,
+        None,
+        q.shape[2],
+        k.shape[2],
+        0.0,
+        causal,
+        seed,
+        _no_dropout_state(q, torch.uint64),
+        scale=scale,
+    )
+    return dq, dk, dv
+
+
+def efficient_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    EFFICIENT.contract.check_call(q, k, v, causal)
+    out, lse, *_ = _aten._scaled_dot_product_efficient_attention.default(q, k, v, None, True, 0.0, causal, scale=scale)
+    return out, lse[:, :, : q.shape[2]]
+
+
+def efficient_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    needs: Needs,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    EFFICIENT.contract.check_call(q, k, v, causal)
+    padding = -lse.shape[-1] % _LSE_ROWS
+    padded = torch.nn.functional.pad(lse, (0, padding), value=torch.inf).contiguous()
+    state = _no_dropout_state(q, torch.int64)
+    dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward.default(
+        grad_out, q, k, v, None, out, padded, state, state, 0.0, [*needs, False], causal, scale=scale
+    )
+    return dq, dk, dv
+
+
+def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    CUDNN.contract.check_call(q, k, v, causal)
+    out, lse, *_ = _aten._scaled_dot_product_cudnn_attention.default(q, k, v, None, True, 0.0, causal, scale=scale)
+    return out, lse.reshape(q.shape[:3])
+
+
+def cudnn_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    needs: Needs,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    CUDNN.contract.check_call(q, k, v, causal)
+    state = _no_dropout_state(q, torch.int64)
+    dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward.default(
+        grad_out,
+        q,
+        k,
+        v,
+        out,
+        lse.contiguous().unsqueeze(-1),
+        state,
+        state,
+        None,
+        None,
+        None,
+        q.shape[2],
+        k.shape[2],
+        0.0,
+        causal,
+        scale=scale,
+    )
+    return dq, dk, dv
+
+
+_HALF = {torch.bfloat16: 8, torch.float16: 8}
+
+FLASH = Kernel(
+    name="cuda_flash",
+    contract=Contract(
+        device="cuda", head_dim_multiple=_HALF, max_head_dim=256, min_capability=(8, 0), aligned_bytes=16
+    ),
+    forward=flash_forward,
+    backward=flash_backward,
+)
+
+EFFICIENT = Kernel(
+    name="cuda_efficient",
+    contract=Contract(
+        device="cuda",
+        head_dim_multiple={torch.float32: 4, **_HALF},
+        min_capability=(5, 0),
+        aligned_bytes=16,
+    ),
+    forward=efficient_forward,
+    backward=efficient_backward,
+)
+
+CUDNN = Kernel(
+    name="cuda_cudnn",
+    contract=Contract(
+        device="cuda",
+        head_dim_multiple=_HALF,
+        max_head_dim=128,
+        min_capability=(8, 0),
+        aligned_bytes=16,
+        zero_strides=False,
+    ),
+    forward=cudnn_forward,
+    backward=cudnn_backward,
+)

@@ -1,0 +1,99 @@
+"""What a kernel is: one tile forward, one tile backward, and the contract under which it may be called.
+
+Tensors of a call are (x, y, rows, dim): x and y count independent tiles (segments, heads). The
+log-sum-exp is natural, (x, y, rows), in the accumulation dtype, whatever the operator below reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+Needs = tuple[bool, bool, bool]
+Forward = Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
+Backward = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, float, Needs],
+    tuple[Tensor | None, Tensor | None, Tensor | None],
+]
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp32, but fp64 for fp64: partial results, lse and gradients are merged in it."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What a kernel demands of its operands. Checked before every call, since real kernels may not check.
+
+    ``head_dim_multiple`` is given per dtype; dtypes that are not in it are refused. ``aligned_bytes``
+    is what every address and every stride but the last must be a multiple of.
+    """
+
+    device: str
+    head_dim_multiple: dict[torch.dtype, int]
+    max_head_dim: int | None = None
+    min_capability: tuple[int, int] | None = None
+    aligned_bytes: int = 1
+    zero_strides: bool = True
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        return tuple(self.head_dim_multiple)
+
+    def refusal(self, device: str, dtype: torch.dtype, head_dim: int) -> str | None:
+        """Why these operands are refused, or None."""
+        if self.device not in ("any", device):
+            return f"device={device}: this kernel runs on {self.device}"
+        if dtype not in self.head_dim_multiple:
+            return f"dtype={dtype}: this kernel takes {', '.join(map(str, self.dtypes))}"
+        multiple = self.head_dim_multiple[dtype]
+        if head_dim % multiple:
+            return f"head_dim={head_dim}: must be a multiple of {multiple} for {dtype}; pad the heads with zeros"
+        if self.max_head_dim is not None and head_dim > self.max_head_dim:
+            return f"head_dim={head_dim}: at most {self.max_head_dim}"
+        return None
+
+    def check_call(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
+        """Assert everything that the operator itself may take in silence and answer wrongly."""
+        refusal = self.refusal(q.device.type, q.dtype, q.shape[-1])
+        if refusal:
+            raise ValueError(refusal)
+        if 0 in q.shape or 0 in k.shape:
+            raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}: a tile is never empty")
+        if q.shape[:2] != k.shape[:2] or q.shape[-1] != k.shape[-1] or k.shape != v.shape:
+            raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: tiles must match")
+        if causal and q.shape[2] != k.shape[2]:
+            raise ValueError(f"a causal tile is square, but has {q.shape[2]} queries and {k.shape[2]} keys")
+        for x in (q, k, v):
+            self._check_strides(x)
+
+    def _check_strides(self, x: Tensor) -> None:
+        if x.stride(-1) != 1:
+            raise ValueError(f"strides {x.stride()}: the last must be 1")
+        for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
+            if size > 1 and stride == 0 and not self.zero_strides:
+                raise ValueError(f"strides {x.stride()}: this kernel takes no expanded operands")
+        if any(n * x.element_size() % self.aligned_bytes for n in (x.storage_offset(), *x.stride()[:-1])):
+            raise ValueError(
+                f"strides {x.stride()} at offset {x.storage_offset()}: each must be a multiple of "
+                f"{self.aligned_bytes} bytes; pass contiguous tensors with an even number of heads or a larger head_dim"
+            )
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One way to compute a tile.
+
+    ``score_copies`` says how many (query rows x key rows) matrices the kernel holds at a time: 0 for
+    fused kernels. The engine cuts its calls so that they fit the workspace.
+    """
+
+    name: str
+    contract: Contract
+    forward: Forward = field(repr=False)
+    backward: Backward = field(repr=False)
+    score_copies: int = 0

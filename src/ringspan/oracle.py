@@ -1,0 +1,69 @@
+"""The dense oracle: attention written straight from the definition (docs/semantics.md), for short sequences.
+
+It shares no code with the engine: no combs, no tiles, no merge. Every (query, key) pair exists in
+memory, so it is for checking, never for work. Differentiable, twice if need be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ringspan.geometry import Full, Pattern
+
+
+def multiplicity(
+    pattern: Pattern, n: int, kv_heads: int, *, causal: bool = False, lengths: Sequence[int] | None = None
+) -> Tensor:
+    """m(p, t) for each KV head: (kv_heads, n, n), int64. In how many branches query p sees key t.
+
+    >>> from ringspan import Dilated
+    >>> multiplicity(Dilated((4, 8), (1, 2)), 16, 2)[1, 5].tolist()
+    [0, 1, 0, 1, 1, 2, 1, 2, 0, 0, 0, 0, 0, 0, 0, 0]
+    """
+    sizes = torch.tensor([n] if lengths is None else list(lengths))
+    document = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+    position = torch.arange(n) - (sizes.cumsum(0) - sizes)[document]
+    allowed = document[:, None] == document[None, :]
+    if causal:
+        allowed &= position[None, :] <= position[:, None]
+    if isinstance(pattern, Full):
+        return allowed.long().expand(kv_heads, n, n)
+
+    count = torch.zeros(kv_heads, n, n, dtype=torch.int64)
+    total_heads = pattern.total_heads or kv_heads
+    for w, r in zip(pattern.segment_lengths, pattern.dilation_rates, strict=True):
+        x = position + pattern.shift
+        same_segment = (x // w)[:, None] == (x // w)[None, :]
+        for head in range(kv_heads):
+            c = pattern.first_head + head
+            offset = c % r if pattern.head_offsets == "interleaved" else c // -(-total_heads // r)
+            selected = x % w % r == offset
+            count[head] += allowed & same_segment & selected[:, None] & selected[None, :]
+    return count
+
+
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    pattern: Pattern,
+    causal: bool = False,
+    scale: float | None = None,
+    lengths: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Output (batch, seq, heads, dim) and lse (batch, heads, seq), computed in the dtype of the inputs."""
+    n, heads, dim = q.shape[1:]
+    kv_heads = k.shape[2]
+    count = multiplicity(pattern, n, kv_heads, causal=causal, lengths=lengths)
+    count = count.repeat_interleave(heads // kv_heads, dim=0).to(q)
+    k, v = (x.repeat_interleave(heads // kv_heads, dim=2) for x in (k, v))
+    scores = torch.einsum("bphd,bthd->bhpt", q, k) * (dim**-0.5 if scale is None else scale) + count.log()
+    blind = (count == 0).all(-1)  # rows that see nothing
+    scores = scores.masked_fill(blind[..., None], 0.0)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse[..., None]).exp().masked_fill(blind[..., None], 0.0)
+    return torch.einsum("bhpt,bthd->bphd", weights, v), lse.masked_fill(blind, -torch.inf)

@@ -1,0 +1,110 @@
+"""From combs to tensors: a comb is one strided view, and a tile becomes kernel calls of bounded size.
+
+Knows tensors and integers, but no kernel, no softmax and no ring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from torch import Tensor
+
+from ringspan.geometry import Comb
+
+Operands = dict[str, Tensor]
+
+# A call should offer this many independent tiles where there are that many: the CPU's backward
+# kernel runs each of them on one thread.
+_PARALLEL_TILES = 8
+_SMALLEST_EDGE = 64
+
+
+def comb_view(x: Tensor, comb: Comb, group: int = 1) -> Tensor:
+    """The rows of a comb as a view (batch, segments, KV heads, group, rows[, dim]) of ``x`` (batch, seq, heads[, dim]).
+
+    ``group`` is how many heads ``x`` has for each KV head. The last dimension must be dense.
+    """
+    batch, row, head = x.stride()[:3]
+    dims = x.shape[3:]
+    return x.as_strided(
+        (x.shape[0], comb.segments, comb.heads, group, comb.rows, *dims),
+        (batch, comb.stride * row, group * head + comb.head_step * row, head, comb.step * row, *(1 for _ in dims)),
+        x.storage_offset() + comb.start * row + comb.head * group * head,
+    )
+
+
+def fold(operands: Operands, zero_strides: bool) -> Iterator[Operands]:
+    """Views (batch, segments, KV heads, group, rows, ..) as (x, y, rows, ..), looping over what does not fit.
+
+    Batch and segments become one dimension where the strides of all operands allow it. Of the three
+    that are left, the shortest is looped over; where a kernel takes no zero strides, it is the group,
+    over which keys and values are expanded.
+    """
+    views = list(operands.values())
+    if 1 in views[0].shape[:2] or all(x.stride(0) == x.shape[1] * x.stride(1) for x in views):
+        batches = [[x.flatten(0, 1) for x in views]]
+    else:
+        batches = [[x[b] for x in views] for b in range(views[0].shape[0])]
+    for parts in batches:
+        sizes = parts[0].shape[:3]
+        loop = min((2, 1, 0), key=lambda d: sizes[d]) if zero_strides else 2
+        for i in range(sizes[loop]):
+            yield {name: x.select(loop, i) for name, x in zip(operands, parts, strict=True)}
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A rectangle of a tile: query rows against key rows; causal only on the diagonal."""
+
+    queries: slice
+    keys: slice
+    causal: bool
+
+
+def blocks(query_rows: int, key_rows: int, causal: bool, edge: int) -> Iterator[Block]:
+    """Cut a tile into blocks of at most ``edge`` rows each way; a causal tile has none above its diagonal."""
+    for queries in _slices(query_rows, edge):
+        for keys in _slices(key_rows, edge):
+            if not causal or keys.start <= queries.start:
+                yield Block(queries, keys, causal and keys.start == queries.start)
+
+
+@dataclass(frozen=True, slots=True)
+class CallSize:
+    """How much one kernel call takes: at most ``edge`` rows each way, of at most ``tiles`` independent tiles."""
+
+    edge: int
+    tiles: int
+
+    @staticmethod
+    def that_fits(workspace: int, longest: int, independent: int, row_bytes: int, pair_bytes: int) -> CallSize:
+        """The largest call whose results fit the workspace.
+
+        Args:
+            longest: rows of the tile, the longer way.
+            independent: how many tiles of this shape could go into one call.
+            row_bytes: what a call makes for each row of a tile.
+            pair_bytes: what it makes for each (query, key) pair; 0 for fused kernels.
+        """
+        edge = longest
+        while edge > _SMALLEST_EDGE:
+            if min(independent, _PARALLEL_TILES) * edge * (row_bytes + edge * pair_bytes) <= workspace:
+                break
+            edge = -(-edge // 2)
+        return CallSize(edge, max(1, workspace // (edge * (row_bytes + edge * pair_bytes))))
+
+    def cut(self, operands: Operands) -> Iterator[Operands]:
+        """Cut operands (x, y, rows, ..) along x, and along y if need be."""
+        x_size, y_size = next(iter(operands.values())).shape[:2]
+        for xs in _slices(x_size, max(1, self.tiles // y_size)):
+            for ys in _slices(y_size, self.tiles):
+                yield {name: x[xs, ys] for name, x in operands.items()}
+
+
+def _slices(total: int, at_most: int) -> list[slice]:
+    """0 .. total in as few slices of nearly equal length as the limit allows."""
+    parts = -(-total // at_most)
+    borders = [total * i // parts for i in range(parts + 1)]
+    return [slice(a, b) for a, b in pairwise(borders)]
