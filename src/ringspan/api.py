@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
@@ -90,7 +91,7 @@ def attention(
     if not isinstance(causal, bool):
         raise TypeError(f"causal={causal!r}: must be True or False")
     packed = None if lengths is None else _lengths_tensor(lengths, q.shape[1])
-    factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    factor = q.shape[-1] ** -0.5 if scale is None else _finite("scale", scale)
     out, lse = attention_op(q, k, v, packed, pattern.text, causal, factor, name)
     return (out, lse) if return_lse else out
 
@@ -149,9 +150,19 @@ def _lengths_tensor(lengths: Lengths, rows: int) -> Tensor:
                 f"lengths is {lengths.dtype} of shape {tuple(lengths.shape)}: must be int64, one number a document"
             )
         return lengths
+    if not isinstance(lengths, Sequence):
+        raise TypeError(f"lengths={lengths!r}: must be a sequence of ints or an int64 tensor, one number a document")
     documents = Documents(tuple(lengths))
     documents.check_rows(rows)
     return torch.tensor(documents.lengths, dtype=torch.int64)
+
+
+def _finite(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}={value!r}: must be a number")
+    if not math.isfinite(value):
+        raise ValueError(f"{name}={value}: must be finite")
+    return float(value)
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

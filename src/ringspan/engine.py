@@ -98,10 +98,7 @@ def _calls(
     for folded in fold(views, kernel.contract.zero_strides):
         for x in size.cut(folded):
             for block in blocks(tile.queries.rows, tile.keys.rows, tile.causal, size.edge):
-                yield (
-                    {name: t[:, :, block.queries if name in query_side else block.keys] for name, t in x.items()},
-                    block.causal,
-                )
+                yield block.of(x, query_side), block.causal
 
 
 def _lse_shares(
@@ -112,8 +109,7 @@ def _lse_shares(
     The derivative of lse by a score is its softmax weight. The flash backward computes weight x (dP - delta)
     with delta = sum(grad_out x out): with v = 0, out = -e1 and grad_out = grad_lse e1 that is weight x grad_lse.
     """
-    first = torch.zeros(x["q"].shape[-1], dtype=x["q"].dtype, device=x["q"].device)
-    first[0] = 1
+    first = torch.eye(1, x["q"].shape[-1], dtype=x["q"].dtype, device=x["q"].device).squeeze(0)
     grad_out = x["grad_lse"].to(first.dtype).unsqueeze(-1) * first
     out = (-first).expand(x["q"].shape)
     no_values = torch.zeros_like(x["v"], memory_format=torch.contiguous_format)

@@ -12,8 +12,7 @@ def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     Total: a row that has seen nothing has lse = -inf and out = 0; two such rows merge into such a
     row, without a NaN. A NaN that comes in stays visible.
     """
-    total = torch.logaddexp(lse, part_lse)
-    weight = (part_lse - total).exp_().masked_fill_(total == -torch.inf, 0.0)
-    # One pass over out: lerp(a, b, w) = a + w (b - a), and the other weight is 1 - w.
+    torch.logaddexp(lse, part_lse, out=lse)
+    weight = (part_lse - lse).exp_().masked_fill_(lse == -torch.inf, 0.0)
+    # One pass over out: lerp(a, b, w) = a + w (b - a), and the weight of what was there is 1 - w.
     out.lerp_(part.to(out.dtype), weight.unsqueeze(-1))
-    lse.copy_(total)

@@ -14,6 +14,7 @@ from torch import Tensor
 from ringspan.geometry import Comb
 
 Operands = dict[str, Tensor]
+Stretch = tuple[int, int]  # (first, how many)
 
 # A call should offer this many independent tiles where there are that many: the CPU's backward
 # kernel runs each of them on one thread.
@@ -46,7 +47,7 @@ def fold(operands: Operands, zero_strides: bool) -> Iterator[Operands]:
     if 1 in views[0].shape[:2] or all(x.stride(0) == x.shape[1] * x.stride(1) for x in views):
         batches = [[x.flatten(0, 1) for x in views]]
     else:
-        batches = [[x[b] for x in views] for b in range(views[0].shape[0])]
+        batches = [[x.select(0, b) for x in views] for b in range(views[0].shape[0])]
     for parts in batches:
         sizes = parts[0].shape[:3]
         loop = min((2, 1, 0), key=lambda d: sizes[d]) if zero_strides else 2
@@ -58,17 +59,21 @@ def fold(operands: Operands, zero_strides: bool) -> Iterator[Operands]:
 class Block:
     """A rectangle of a tile: query rows against key rows; causal only on the diagonal."""
 
-    queries: slice
-    keys: slice
+    queries: Stretch
+    keys: Stretch
     causal: bool
+
+    def of(self, operands: Operands, query_side: Operands) -> Operands:
+        """The block's rows of operands (x, y, rows, ..), by the side that each is on."""
+        return {name: x.narrow(2, *(self.queries if name in query_side else self.keys)) for name, x in operands.items()}
 
 
 def blocks(query_rows: int, key_rows: int, causal: bool, edge: int) -> Iterator[Block]:
     """Cut a tile into blocks of at most ``edge`` rows each way; a causal tile has none above its diagonal."""
-    for queries in _slices(query_rows, edge):
-        for keys in _slices(key_rows, edge):
-            if not causal or keys.start <= queries.start:
-                yield Block(queries, keys, causal and keys.start == queries.start)
+    for queries in _stretches(query_rows, edge):
+        for keys in _stretches(key_rows, edge):
+            if not causal or keys[0] <= queries[0]:
+                yield Block(queries, keys, causal and keys == queries)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +103,17 @@ class CallSize:
     def cut(self, operands: Operands) -> Iterator[Operands]:
         """Cut operands (x, y, rows, ..) along x, and along y if need be."""
         x_size, y_size = next(iter(operands.values())).shape[:2]
-        for xs in _slices(x_size, max(1, self.tiles // y_size)):
-            for ys in _slices(y_size, self.tiles):
-                yield {name: x[xs, ys] for name, x in operands.items()}
+        for xs in _stretches(x_size, max(1, self.tiles // y_size)):
+            for ys in _stretches(y_size, self.tiles):
+                yield {name: x.narrow(0, *xs).narrow(1, *ys) for name, x in operands.items()}
 
 
-def _slices(total: int, at_most: int) -> list[slice]:
-    """0 .. total in as few slices of nearly equal length as the limit allows."""
+def _stretches(total: int, at_most: int) -> list[Stretch]:
+    """0 .. total in as few stretches of nearly equal length as the limit allows.
+
+    >>> _stretches(10, 4)
+    [(0, 3), (3, 3), (6, 4)]
+    """
     parts = -(-total // at_most)
     borders = [total * i // parts for i in range(parts + 1)]
-    return [slice(a, b) for a, b in pairwise(borders)]
+    return [(a, b - a) for a, b in pairwise(borders)]

@@ -32,7 +32,7 @@ class Branch:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Full:
     """Plain attention: every query sees every key (under causality: every key up to itself).
 
@@ -67,7 +67,7 @@ class Full:
         return int(not causal or t <= p)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Dilated:
     """LongNet's dilated attention: one branch for each (segment length, dilation rate).
 

@@ -21,6 +21,10 @@ def _no_dropout_state(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros((), dtype=dtype, device=x.device)
 
 
+def _dense(lse: Tensor) -> Tensor:
+    return lse if lse.is_contiguous() else lse.clone(memory_format=torch.contiguous_format)
+
+
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     FLASH.contract.check_call(q, k, v, causal)
     out, lse, *_ = _aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, causal, scale=scale)
@@ -46,7 +50,7 @@ def flash_backward(
         k,
         v,
         out,
-        lse.contiguous(),
+        _dense(lse),
         None,
         None,
         q.shape[2],
@@ -63,7 +67,7 @@ def flash_backward(
 def efficient_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     EFFICIENT.contract.check_call(q, k, v, causal)
     out, lse, *_ = _aten._scaled_dot_product_efficient_attention.default(q, k, v, None, True, 0.0, causal, scale=scale)
-    return out, lse[:, :, : q.shape[2]]
+    return out, lse.narrow(2, 0, q.shape[2])
 
 
 def efficient_backward(
@@ -79,7 +83,7 @@ def efficient_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     EFFICIENT.contract.check_call(q, k, v, causal)
     padding = -lse.shape[-1] % _LSE_ROWS
-    padded = torch.nn.functional.pad(lse, (0, padding), value=torch.inf).contiguous()
+    padded = _dense(torch.nn.functional.pad(lse, (0, padding), value=torch.inf))
     state = _no_dropout_state(q, torch.int64)
     dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward.default(
         grad_out, q, k, v, None, out, padded, state, state, 0.0, [*needs, False], causal, scale=scale
@@ -112,7 +116,7 @@ def cudnn_backward(
         k,
         v,
         out,
-        lse.contiguous().unsqueeze(-1),
+        _dense(lse).unsqueeze(-1),
         state,
         state,
         None,

@@ -58,9 +58,10 @@ class MultiheadDilatedAttention(nn.Module):
         super().__init__()
         no_dropout("dropout", dropout)
         kv_heads = num_heads if kv_heads is None else kv_heads
-        for name, heads, whole in (("num_heads", num_heads, embed_dim), ("kv_heads", kv_heads, num_heads)):
-            if heads < 1 or whole % heads:
-                raise ValueError(f"{name}={heads}: must divide {whole}")
+        if num_heads < 1 or embed_dim % num_heads:
+            raise ValueError(f"num_heads={num_heads}: must divide embed_dim={embed_dim}")
+        if kv_heads < 1 or num_heads % kv_heads:
+            raise ValueError(f"kv_heads={kv_heads}: must divide num_heads={num_heads}")
         self.num_heads, self.kv_heads, self.gamma_init = num_heads, kv_heads, gamma_init
         kv_dim = embed_dim // num_heads * kv_heads
         self.q_proj = nn.Linear(embed_dim, embed_dim, bias, device=device, dtype=dtype)

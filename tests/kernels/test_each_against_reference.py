@@ -1,0 +1,99 @@
+"""Each kernel that runs here against the reference, and the reference against autograd."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringspan import kernels
+from ringspan.kernels import Kernel
+
+RUNNABLE = [
+    status.kernel for status in kernels.available() if status.usable and status.kernel.contract.device != "cuda"
+]
+SHAPES = [(1, 1, 1, 1, 1), (2, 3, 37, 37, 8), (1, 2, 64, 64, 64), (3, 1, 5, 130, 3), (2, 2, 130, 7, 16)]
+
+
+def operands(shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+    x, y, rows, keys, dim = shape
+    return [torch.randn(x, y, n, dim, dtype=torch.float64).to(dtype) for n in (rows, keys, keys, rows)]
+
+
+def by_autograd(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool, scale: float) -> list[Tensor]:
+    q, k, v = (x.double().requires_grad_() for x in (q, k, v))
+    scores = q @ k.mT * scale
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
+    out = scores.softmax(-1) @ v
+    return [out, scores.logsumexp(-1), *torch.autograd.grad(out, (q, k, v), grad.double())]
+
+
+@pytest.mark.parametrize("kernel", RUNNABLE, ids=lambda k: k.name)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_exact_in_fp64(kernel: Kernel, shape: tuple[int, ...], causal: bool) -> None:
+    if causal and shape[2] != shape[3]:
+        shape = (*shape[:3], shape[2], shape[4])
+    q, k, v, grad = operands(shape, torch.float64)
+    out, lse = kernel.forward(q, k, v, causal, 0.3)
+    shares = kernel.backward(grad, q, k, v, out, lse, causal, 0.3, (True, True, True))
+    for found, wanted in zip((out, lse, *shares), by_autograd(q, k, v, grad, causal, 0.3), strict=True):
+        assert found is not None
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kernel", RUNNABLE, ids=lambda k: k.name)
+def test_shares_of_split_keys_add_up(kernel: Kernel) -> None:
+    """With the global out and lse, the backward of each part is that part's exact share."""
+    q, k, v, grad = operands((2, 2, 20, 50, 8), torch.float64)
+    out, lse, dq, dk, dv = by_autograd(q, k, v, grad, False, 0.3)
+    parts = [
+        kernel.backward(grad, q, k[:, :, a:b], v[:, :, a:b], out, lse, False, 0.3, (True, True, True))
+        for a, b in ((0, 13), (13, 50))
+    ]
+    torch.testing.assert_close(sum(part[0] for part in parts), dq, rtol=0, atol=1e-12)
+    torch.testing.assert_close(torch.cat([part[1] for part in parts], 2), dk, rtol=0, atol=1e-12)
+    torch.testing.assert_close(torch.cat([part[2] for part in parts], 2), dv, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_strided_views_give_the_same_bits_on_the_cpu(dtype: torch.dtype) -> None:
+    kernel = kernels.get("cpu_flash")
+    wide = torch.randn(1, 200, 4, 3, 16).to(dtype)  # (batch, rows, heads, q or k or v, dim)
+    comb = [wide.as_strided((2, 4, 40, 16), (100 * 192, 48 + 192, 2 * 192, 1), 16 * i) for i in range(3)]
+    dense = [x.contiguous() for x in comb]
+    for causal in (False, True):
+        out, lse = kernel.forward(*comb, causal, 0.25)
+        out2, lse2 = kernel.forward(*dense, causal, 0.25)
+        assert lse.dtype == kernels.accumulation_dtype(dtype)
+        assert torch.equal(out, out2)
+        assert torch.equal(lse, lse2)
+        # Expanded gradients and lse that is not dense are what autograd and the engine really pass.
+        grad = torch.ones(16, dtype=dtype).expand(2, 4, 40, 16)
+        spread = torch.stack([lse, lse], -1)[..., 0]
+        shares = kernel.backward(grad, *comb, out, spread, causal, 0.25, (True, True, True))
+        shares2 = kernel.backward(grad.contiguous(), *dense, out, lse, causal, 0.25, (True, True, True))
+        for share, share2 in zip(shares, shares2, strict=True):
+            assert share is not None
+            assert share2 is not None
+            assert torch.equal(share, share2)
+
+
+@pytest.mark.parametrize("kernel", RUNNABLE, ids=lambda k: k.name)
+def test_keys_expanded_over_a_group_of_queries(kernel: Kernel) -> None:
+    q, k, v, grad = operands((3, 4, 30, 30, 8), torch.float64)
+    k, v = (x[:, :1].expand(-1, 4, -1, -1) for x in (k, v))
+    wanted = by_autograd(q, k, v, grad, True, 0.3)
+    out, lse = kernel.forward(q, k, v, True, 0.3)
+    shares = kernel.backward(grad, q, k, v, out, lse, True, 0.3, (True, True, True))
+    for found, right in zip((out, lse, *shares), wanted, strict=True):
+        assert found is not None
+        torch.testing.assert_close(found, right, rtol=0, atol=1e-12)
+
+
+def test_reference_leaves_out_what_nobody_needs() -> None:
+    kernel = kernels.get("reference")
+    q, k, v, grad = operands((1, 1, 4, 4, 2), torch.float64)
+    out, lse = kernel.forward(q, k, v, False, 1.0)
+    for needs in ((True, False, False), (False, True, False), (False, False, True)):
+        shares = kernel.backward(grad, q, k, v, out, lse, False, 1.0, needs)
+        assert tuple(share is not None for share in shares) == needs

@@ -1,0 +1,35 @@
+"""Random patterns, lengths and documents for property tests: small, odd, and with every feature."""
+
+from hypothesis import strategies as st
+
+import ringspan as rs
+
+
+@st.composite
+def dilated(draw: st.DrawFn, longest_segment: int = 24, largest_rate: int = 6) -> rs.Dilated:
+    branches = draw(st.integers(1, 3))
+    numbers = lambda high: st.lists(st.integers(1, high), min_size=branches, max_size=branches)  # noqa: E731
+    return rs.Dilated(
+        tuple(draw(numbers(longest_segment))),
+        tuple(draw(numbers(largest_rate))),
+        head_offsets=draw(st.sampled_from(["interleaved", "blocked"])),
+        shift=draw(st.sampled_from([0, 0, 1, 5, 30])),
+    )
+
+
+def patterns() -> st.SearchStrategy[rs.Pattern]:
+    return st.one_of(st.just(rs.Full()), dilated(), dilated(), dilated())
+
+
+@st.composite
+def lengths(draw: st.DrawFn, longest: int = 40) -> tuple[int, ...]:
+    """One document mostly; sometimes several, empty ones among them."""
+    count = draw(st.sampled_from([1, 1, 2, 4]))
+    return tuple(draw(st.integers(0, longest // count)) for _ in range(count))
+
+
+@st.composite
+def held_heads(draw: st.DrawFn, pattern: rs.Pattern, kv_heads: int) -> rs.Pattern:
+    """The pattern, sometimes as one of several devices that split the heads sees it."""
+    first, after = draw(st.sampled_from([(0, 0), (0, 0), (1, 0), (2, 3)]))
+    return pattern.for_heads(first, first + kv_heads + after) if first + after else pattern
