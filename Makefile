@@ -25,7 +25,7 @@ figures: $(READY)  ## draw the pictures of the docs again
 	@$(BIN)/python docs/draw_figures.py
 
 bench: $(READY)  ## measure speed and memory (about half an hour; keep the machine quiet)
-	@$(BIN)/python benchmarks/one_device.py
+	@$(BIN)/python -m benchmarks.one_device
 
 clean:  ## remove .venv and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -96,9 +96,9 @@ def _calls(
         pair_bytes=kernel.score_copies * accumulation_dtype(views["q"].dtype).itemsize,
     )
     for folded in fold(views, kernel.contract.zero_strides):
-        for x in size.cut(folded):
+        for cut in size.cut(folded):
             for block in blocks(tile.queries.rows, tile.keys.rows, tile.causal, size.edge):
-                yield block.of(x, query_side), block.causal
+                yield block.of(cut, query_side), block.causal
 
 
 def _lse_shares(

@@ -1,0 +1,164 @@
+"""Tables and a plot from what `one_device.py` measured: printed, and written to docs/benchmarks.md."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+from rich.console import Console
+from rich.table import Table
+
+Cells = list[list[str]]
+MODES = {"forward": "forward", "both": "forward + backward"}
+ASKED_SHARE = {"forward": 0.93, "both": 0.95}
+ASKED_GROWTH = 2.1
+ASKED_MEMORY_MIB = 32
+STYLES = {"ringspan": ("#0072B2", ""), "SDPA with a mask": ("#E69F00", "//"), "FlexAttention": ("#999999", "..")}
+
+
+def write_report(results: dict[str, Any], machine: str, root: Path, console: Console) -> None:
+    """Print every table, and write docs/benchmarks.md and its figure."""
+    tables = {
+        "Share of the bare kernel": (
+            "Throughput as a share of the flash kernel called on contiguous tiles of the same shapes: nothing but "
+            "the kernel, without segments, merging, or gradients to add up. Medians of interleaved trials, with the "
+            "lowest and highest ratio of a round.",
+            share_table(results["kernel_share"]),
+        ),
+        "Growth with length": (
+            f"Time at 2n over time at n (asked: at most {ASKED_GROWTH}).",
+            growth_table(results["kernel_share"]),
+        ),
+        "Beside torch's own": (
+            "The same function by `scaled_dot_product_attention` with the pattern as a mask, and by compiled "
+            "FlexAttention with a block mask; forward, each in a process of its own. Memory is the peak beyond inputs, "
+            "masks included.",
+            peer_table(results["peers"]),
+        ),
+        "Memory of the forward pass": (
+            f"Peak beyond inputs, output and lse (asked: under {ASKED_MEMORY_MIB} MiB).",
+            memory_table(results["memory"]),
+        ),
+    }
+    page = [
+        "# Benchmarks: one device",
+        "",
+        "Written by `make bench`; do not edit. "
+        "8 heads of 64, fp32, batch 1; segments 2048, 4096 .. 32768 with rates 1, 2 .. 16.",
+        "",
+        f"Machine: {machine}.",
+        "",
+        "![Time and memory beside torch's own attention](figures/one_device.png)",
+    ]
+    for title, (text, cells) in tables.items():
+        console.print(_rich_table(title, cells))
+        page += ["", f"## {title}", "", text, "", *_markdown(cells)]
+    console.print(f"Machine: {machine}")
+    (root / "docs/benchmarks.md").write_text("\n".join(page) + "\n")
+    figure = root / "docs/figures/one_device.png"
+    figure.parent.mkdir(exist_ok=True)
+    draw(results, machine, figure)
+    console.print(f"Written: docs/benchmarks.md and {figure.relative_to(root)}")
+
+
+def share_table(rows: list[dict[str, Any]]) -> Cells:
+    cells = [["n", "causal", "pass", "ringspan", "bare kernel", "share", "spread", "asked"]]
+    for row in rows:
+        ours, bare = statistics.median(row["ours"]), statistics.median(row["bare"])
+        ratios = [b / o for o, b in zip(row["ours"], row["bare"], strict=True)]
+        cells.append(
+            [
+                str(row["n"]),
+                _yes(row["causal"]),
+                MODES[row["mode"]],
+                f"{ours:.2f} s",
+                f"{bare:.2f} s",
+                f"{bare / ours:.2f}",
+                f"{min(ratios):.2f} - {max(ratios):.2f}",
+                f"{ASKED_SHARE[row['mode']]:.2f}",
+            ]
+        )
+    return cells
+
+
+def growth_table(rows: list[dict[str, Any]]) -> Cells:
+    medians = {(r["n"], r["causal"], r["mode"]): statistics.median(r["ours"]) for r in rows}
+    cells = [["n", "2n", "causal", "pass", "time at 2n / time at n"]]
+    for (n, causal, mode), seconds in medians.items():
+        if (2 * n, causal, mode) in medians:
+            ratio = medians[2 * n, causal, mode] / seconds
+            cells.append([str(n), str(2 * n), _yes(causal), MODES[mode], f"{ratio:.2f}"])
+    return cells
+
+
+def peer_table(rows: list[dict[str, Any]]) -> Cells:
+    ours = {(r["n"], r["causal"]): r for r in rows if r["name"] == "ringspan"}
+    cells = [["n", "causal", "implementation", "time", "ours is faster by", "peak memory", "ours is smaller by"]]
+    for row in rows:
+        ref = ours[row["n"], row["causal"]]
+        start = [str(row["n"]), _yes(row["causal"]), row["name"]]
+        if row["failure"]:
+            cells.append([*start, row["failure"], "", "", ""])
+            continue
+        times = "" if row is ref else f"{row['seconds'] / ref['seconds']:.1f} x"
+        bytes_ = "" if row is ref else f"{row['peak_bytes'] / ref['peak_bytes']:.1f} x"
+        cells.append([*start, f"{row['seconds']:.2f} s", times, f"{row['peak_bytes'] / 2**20:.0f} MiB", bytes_])
+    return cells
+
+
+def memory_table(rows: list[dict[str, Any]]) -> Cells:
+    cells = [["n", "causal", "beyond inputs, output and lse"]]
+    return cells + [
+        [str(r["n"]), _yes(r["causal"]), r["failure"] or f"{r['beyond_results_bytes'] / 2**20:.1f} MiB"] for r in rows
+    ]
+
+
+def draw(results: dict[str, Any], machine: str, path: Path) -> None:
+    """Bars: time and peak memory of each implementation at each length, not causal and causal."""
+    cases = sorted({(r["n"], r["causal"]) for r in results["peers"]})
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    for axis, key, scale, unit in ((axes[0], "seconds", 1.0, "s"), (axes[1], "peak_bytes", 2**20, "MiB")):
+        for i, name in enumerate(STYLES):
+            rows = {(r["n"], r["causal"]): r for r in results["peers"] if r["name"] == name}
+            for x, case in enumerate(cases):
+                _bar(axis, x + (i - 1) * 0.28, rows[case], key, scale, name, label=x == 0)
+        axis.set_yscale("log")
+        axis.margins(y=0.15)
+        axis.set_xticks(range(len(cases)), [f"{n:,}\n{'causal' if causal else 'not causal'}" for n, causal in cases])
+        axis.set_xlabel("tokens")
+        axis.set_ylabel(f"forward {'time' if key == 'seconds' else 'peak memory beyond inputs'} ({unit}, log scale)")
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].legend(frameon=False, loc="upper left")
+    figure.suptitle("Dilated attention, forward: lower is better", fontsize=12)
+    figure.supxlabel(f"8 heads of 64, fp32; {machine}", fontsize=8, color="#555555")
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def _bar(axis: Axes, x: float, row: dict[str, Any], key: str, scale: float, name: str, label: bool) -> None:
+    if row["failure"]:
+        bottom = axis.get_xaxis_transform()
+        axis.text(x, 0.02, "does not fit", rotation=90, ha="center", va="bottom", fontsize=8, transform=bottom)
+        return
+    value, (colour, hatch) = row[key] / scale, STYLES[name]
+    axis.bar(x, value, 0.26, color=colour, hatch=hatch, edgecolor="white", label=name if label else None)
+    axis.text(x, value, f"{value:.2g}" if value < 10 else f"{value:.0f}", ha="center", va="bottom", fontsize=8)
+
+
+def _yes(flag: bool) -> str:
+    return "yes" if flag else "no"
+
+
+def _rich_table(title: str, cells: Cells) -> Table:
+    table = Table(*cells[0], title=title, title_justify="left")
+    for row in cells[1:]:
+        table.add_row(*row)
+    return table
+
+
+def _markdown(cells: Cells) -> list[str]:
+    lines = ["| " + " | ".join(row) + " |" for row in cells]
+    return [lines[0], "|" + " --- |" * len(cells[0]), *lines[1:]]

@@ -1,0 +1,27 @@
+"""Draw the pictures of the docs again: `make figures`."""
+
+from pathlib import Path
+
+import ringspan as rs
+from ringspan.draw import draw_pattern
+
+FIGURES = Path(__file__).parent / "figures"
+
+
+def main() -> None:
+    FIGURES.mkdir(exist_ok=True)
+    example = rs.Dilated((4, 8), (1, 2))
+    longnet = rs.Dilated((8, 16, 32), (1, 2, 4))
+    pictures = {
+        "worked_example": draw_pattern(example, 16, 2),
+        "worked_example_causal": draw_pattern(example, 16, 2, causal=True),
+        "longnet_causal": draw_pattern(longnet, 32, 3, causal=True),
+        "shifted": draw_pattern(rs.Dilated((8, 16), (1, 2), shift=4), 32, 2),
+    }
+    for name, figure in pictures.items():
+        figure.savefig(FIGURES / f"{name}.png", dpi=130)
+        print(f"docs/figures/{name}.png")
+
+
+if __name__ == "__main__":
+    main()
