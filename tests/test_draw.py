@@ -1,0 +1,15 @@
+import ringspan as rs
+from ringspan.draw import draw_pattern
+from ringspan.oracle import multiplicity
+
+
+def test_a_picture_shows_the_counts_of_every_head() -> None:
+    pattern = rs.Dilated((4, 8), (1, 2))
+    figure = draw_pattern(pattern, 16, 2, causal=True)
+    count = multiplicity(pattern, 16, 2, causal=True)
+    for head, axis in enumerate(figure.axes):
+        assert axis.get_title() == f"KV head {head}"
+        (mesh,) = axis.collections
+        assert mesh.get_array().reshape(16, 16).tolist() == count[head].tolist()
+    assert figure.get_suptitle() == "segments x rates: 4 x 1, 8 x 2, causal, n = 16"
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["not seen", "counts once", "counts twice"]

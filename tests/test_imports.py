@@ -1,0 +1,63 @@
+"""Imports go one way, and the core needs torch alone."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src/ringspan"
+
+# Each part, and the parts it may import from.
+ALLOWED: dict[str, set[str]] = {
+    "geometry": set(),
+    "planning": {"geometry"},
+    "kernels": set(),
+    "softmax": set(),
+    "views": {"geometry"},
+    "engine": {"planning", "kernels", "softmax", "views"},
+    "op": {"geometry", "planning", "kernels", "engine"},
+    "api": {"geometry", "kernels", "op"},
+    "nn": {"geometry", "api"},
+    "oracle": {"geometry"},
+    "draw": {"geometry", "oracle"},
+    "demo": {"geometry", "api", "kernels", "oracle", "ringspan"},
+}
+
+
+def imported_parts(path: Path) -> set[str]:
+    parts = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            parts |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module == "ringspan":
+            parts |= {f"ringspan.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            parts.add(node.module or "")
+    ours = {name for name in parts if name.split(".")[0] == "ringspan"}
+    return {(name.split(".") + ["ringspan"])[1] for name in ours}
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_imports_go_one_way(path: Path) -> None:
+    part = part_of(path)
+    if part != "__init__":
+        assert imported_parts(path) <= ALLOWED[part] | {part}
+
+
+@pytest.mark.parametrize("part", ["geometry", "planning"])
+def test_pure_integers_know_no_tensor(part: str) -> None:
+    for path in (SOURCE / part).rglob("*.py"):
+        assert "torch" not in path.read_text().replace("torchscale", "")
+
+
+def test_the_core_imports_with_torch_alone() -> None:
+    extras = ["matplotlib", "rich", "psutil", "numpy", "typer", "hypothesis", "safetensors"]
+    script = "import sys\n" + "".join(f"sys.modules[{name!r}] = None\n" for name in extras)
+    script += "import ringspan, torch; ringspan.attention(*torch.ones(3, 1, 4, 1, 8), pattern=ringspan.Full())"
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
