@@ -8,7 +8,6 @@ import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -22,21 +21,6 @@ class Measured:
     peak_bytes: int = 0
     checksum: float = 0.0
     failure: str = ""
-
-
-def _status_bytes(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"no {field} in /proc/self/status: peak memory is measured on Linux only")
-
-
-def peak_growth(call: Callable[[], Any]) -> tuple[Any, int]:
-    """The result of a call, and by how much the process's memory grew at its peak (results included)."""
-    Path("/proc/self/clear_refs").write_text("5")  # reset the high-water mark
-    before = _status_bytes("VmRSS")
-    result = call()
-    return result, _status_bytes("VmHWM") - before
 
 
 def in_fresh_process(

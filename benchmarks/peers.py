@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 import ringspan as rs
-from benchmarks.memory import Measured, median_time, peak_growth
+from benchmarks.memory import Measured, median_time
+from ringspan.measure import peak_growth
 
 HEADS, DIM = 8, 64
 

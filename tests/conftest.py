@@ -4,6 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
+
+# How long one example takes says nothing on a busy machine; pytest-timeout ends what hangs.
+settings.register_profile("ringspan", deadline=None)
+settings.load_profile("ringspan")
 
 
 @pytest.fixture(autouse=True)

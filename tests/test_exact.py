@@ -12,24 +12,10 @@ from torch import Tensor
 import ringspan as rs
 from ringspan import engine
 from ringspan.oracle import dense_attention
+from tests.exactness import gradients, inputs
 from tests.strategies import held_heads, lengths, patterns
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*selects row")
-
-
-def inputs(batch: int, n: int, kv_heads: int, group: int, dim: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    heads = (kv_heads * group, kv_heads, kv_heads)
-    return [torch.randn(batch, n, h, dim, dtype=torch.float64).to(dtype).requires_grad_() for h in heads]
-
-
-def gradients(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of a loss that weighs every output and every finite lse, each differently."""
-    generator = torch.Generator().manual_seed(1)
-    weights = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.dtype)
-    lse_weights = torch.randn(lse.shape, generator=generator, dtype=torch.float64).to(lse.dtype)
-    finite = lse.detach() > -torch.inf
-    loss = (out * weights).sum() + (lse * lse_weights)[finite].sum()
-    return torch.autograd.grad(loss, (q, k, v))
 
 
 def assert_equals_oracle(q: Tensor, k: Tensor, v: Tensor, *, kernel: str | None = None, **kwargs: object) -> None:

@@ -8,7 +8,22 @@
 from ringspan import kernels, nn
 from ringspan.api import attention
 from ringspan.geometry import Dilated, Full, Pattern
+from ringspan.prices import best_layout, plan
+from ringspan.ring import Ring, RingError, SimulatedRing
 
 __version__ = "0.1.0"
 
-__all__ = ["Dilated", "Full", "Pattern", "__version__", "attention", "kernels", "nn"]
+__all__ = [
+    "Dilated",
+    "Full",
+    "Pattern",
+    "Ring",
+    "RingError",
+    "SimulatedRing",
+    "__version__",
+    "attention",
+    "best_layout",
+    "kernels",
+    "nn",
+    "plan",
+]

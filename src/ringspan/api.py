@@ -12,6 +12,7 @@ from torch import Tensor
 from ringspan import kernels
 from ringspan.geometry import Dilated, Documents, Full, Pattern
 from ringspan.op import attention_op
+from ringspan.ring import Ring, SimulatedRing
 
 Lengths = Sequence[int] | Tensor
 
@@ -28,6 +29,8 @@ def attention(
     lengths: Lengths | None = ...,
     return_lse: Literal[False] = ...,
     kernel: str | None = ...,
+    ring: Ring | SimulatedRing | None = ...,
+    seq_len: int | None = ...,
 ) -> Tensor: ...
 
 
@@ -43,6 +46,8 @@ def attention(
     lengths: Lengths | None = ...,
     return_lse: Literal[True],
     kernel: str | None = ...,
+    ring: Ring | SimulatedRing | None = ...,
+    seq_len: int | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -57,6 +62,8 @@ def attention(
     lengths: Lengths | None = None,
     return_lse: bool = False,
     kernel: str | None = None,
+    ring: Ring | SimulatedRing | None = None,
+    seq_len: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention under a pattern.
 
@@ -72,6 +79,11 @@ def attention(
             change, an int64 tensor.
         return_lse: also return the log-sum-exp of the scores, (batch, heads, seq); differentiable too.
         kernel: the name of a kernel (`ringspan.kernels.names()`); by default the best for device and dtype.
+        ring: spreads the sequence over devices. With a `Ring`, q, k and v are this rank's rows (`Ring.split_sequence`),
+            and so is what is returned; ``lengths`` are those of the whole sequence. With a `SimulatedRing` all are
+            whole.
+        seq_len: the length of the whole sequence, if known. Then ranks exchange nothing but parcels, and do not compare
+            notes first.
 
     Returns:
         (batch, seq, heads, dim) in the dtype of q. A row that sees nothing is 0, and its lse is -inf.
@@ -90,9 +102,13 @@ def attention(
     name = _kernel_name(kernel, q)
     if not isinstance(causal, bool):
         raise TypeError(f"causal={causal!r}: must be True or False")
-    packed = None if lengths is None else _lengths_tensor(lengths, q.shape[1])
+    if ring is None and seq_len is not None and seq_len != q.shape[1]:
+        raise ValueError(f"seq_len={seq_len}, but q has {q.shape[1]} rows: without a ring they are the same")
+    packed = None if lengths is None else _lengths_tensor(lengths)
     factor = q.shape[-1] ** -0.5 if scale is None else _finite("scale", scale)
-    out, lse = attention_op(q, k, v, packed, pattern.text, causal, factor, name)
+    needs = [torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)]
+    ring_name = "" if ring is None else ring.name
+    out, lse, _ = attention_op(q, k, v, packed, pattern.text, causal, factor, name, ring_name, seq_len, needs)
     return (out, lse) if return_lse else out
 
 
@@ -143,7 +159,7 @@ def _kernel_name(kernel: str | None, q: Tensor) -> str:
     return chosen.name
 
 
-def _lengths_tensor(lengths: Lengths, rows: int) -> Tensor:
+def _lengths_tensor(lengths: Lengths) -> Tensor:
     if isinstance(lengths, Tensor):
         if lengths.dtype != torch.int64 or lengths.dim() != 1:
             raise ValueError(
@@ -152,9 +168,7 @@ def _lengths_tensor(lengths: Lengths, rows: int) -> Tensor:
         return lengths
     if not isinstance(lengths, Sequence):
         raise TypeError(f"lengths={lengths!r}: must be a sequence of ints or an int64 tensor, one number a document")
-    documents = Documents(tuple(lengths))
-    documents.check_rows(rows)
-    return torch.tensor(documents.lengths, dtype=torch.int64)
+    return torch.tensor(Documents(tuple(lengths)).lengths, dtype=torch.int64)
 
 
 def _finite(name: str, value: Any) -> float:

@@ -1,4 +1,4 @@
-"""The engine: runs a plan forward, and runs it backward. The only part that sees all others.
+"""The engine: runs a rank's plan forward, and runs it backward. The only part that sees all others.
 
 Both walks are the same: for each tile, take its views, cut them into calls that fit the workspace, and
 let the kernel compute each. Forward merges partial results by the online softmax; backward adds up
@@ -7,42 +7,53 @@ shares of the gradients, which need nothing but the final out and lse (docs/deri
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import torch
 from torch import Tensor
 
 from ringspan.kernels import Kernel, accumulation_dtype
 from ringspan.kernels.kernel import Needs
-from ringspan.planning import Plan, Tile
+from ringspan.planning import Hop, Parcel, RankPlan, Tile
+from ringspan.ring.mail import Flight, Mail
 from ringspan.softmax import merge_
+from ringspan.travel import Buffers, Walk, add_home_, parcel_rows, travel
 from ringspan.views import CallSize, Operands, blocks, comb_view, fold
 
 # What the kernel calls of a tile may hold at a time: small enough to stay in cache, and the only memory
-# beside inputs, outputs and their accumulators.
+# beside inputs, outputs, their accumulators and parcels.
 WORKSPACE_BYTES = 16 * 2**20
 
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
-def run_forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor, scale: float, kernel: Kernel) -> tuple[Tensor, Tensor]:
-    """Output (batch, seq, heads, dim) in the dtype of q, and lse (batch, heads, seq) in the accumulation dtype."""
+
+def walk_forward(
+    plan: RankPlan, mail: Mail, q: Tensor, k: Tensor, v: Tensor, *, scale: float, kernel: Kernel
+) -> Generator[Flight, None, tuple[Tensor, Tensor]]:
+    """Output (batch, rows, heads, dim) in the dtype of q, and lse (batch, heads, rows) in the accumulation dtype."""
     q, k, v = (_with_dense_rows(x) for x in (q, k, v))
     wide = accumulation_dtype(q.dtype)
     batch, rows, heads, dim = q.shape
     out = q.new_zeros(q.shape, dtype=wide)
     lse = q.new_full((batch, heads, rows), -torch.inf, dtype=wide)
-    if q.numel() == 0:
-        return out.to(q.dtype), lse
     query_side = {"q": q, "out": out, "lse": lse.transpose(1, 2)}
     row_bytes = dim * (q.element_size() + (0 if q.dtype == wide else wide.itemsize))
-    for tile in plan.tiles:
-        for x, causal in _calls(tile, query_side, {"k": k, "v": v}, kernel, row_bytes):
-            part, part_lse = kernel.forward(x["q"], x["k"], x["v"], causal, scale)
-            merge_(x["out"], x["lse"], part, part_lse)
+
+    def compute(hop: Hop, here: dict[Parcel, Tensor]) -> Walk:
+        for tile in hop.tiles:
+            keys, values = (k, v) if tile.parcel is None else parcel_rows(here[tile.parcel], k.shape[2])
+            for x, causal in _calls(tile, query_side, {"k": keys, "v": values}, kernel, row_bytes):
+                part, part_lse = kernel.forward(x["q"], x["k"], x["v"], causal, scale)
+                merge_(x["out"], x["lse"], part, part_lse)
+        yield from ()
+
+    yield from travel(plan, mail, k, v, compute)
     return out.to(q.dtype), lse
 
 
-def run_backward(
-    plan: Plan,
+def walk_backward(
+    plan: RankPlan,
+    mail: Mail,
     grad_out: Tensor | None,
     grad_lse: Tensor | None,
     q: Tensor,
@@ -50,16 +61,18 @@ def run_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    *,
     scale: float,
     kernel: Kernel,
     needs: Needs,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of q, k and v in the input dtype; None for those that nobody needs."""
+) -> Generator[Flight, None, Gradients]:
+    """Gradients of q, k and v in the input dtype; None for those that nobody needs.
+
+    The gradient of a parcel goes straight back to its owner, after each hop, while the next one is computed.
+    """
     q, k, v, out = (_with_dense_rows(x) for x in (q, k, v, out))
-    dq, dk, dv = (
-        x.new_zeros(x.shape, dtype=accumulation_dtype(x.dtype)) if need else None
-        for x, need in zip((q, k, v), needs, strict=True)
-    )
+    wide = accumulation_dtype(q.dtype)
+    dq, dk, dv = (x.new_zeros(x.shape, dtype=wide) if need else None for x, need in zip((q, k, v), needs, strict=True))
     query_side = _present(
         q=q,
         out=out,
@@ -68,15 +81,47 @@ def run_backward(
         grad_lse=None if grad_lse is None else grad_lse.transpose(1, 2),
         dq=dq,
     )
-    key_side = _present(k=k, v=v, dk=dk, dv=dv)
+    own_grads = _present(dk=dk, dv=dv)
     row_bytes = q.shape[-1] * q.element_size() * (3 if grad_lse is None else 6)
-    for tile in plan.tiles if q.numel() else ():
-        for x, causal in _calls(tile, query_side, key_side, kernel, row_bytes):
-            if grad_out is not None:
-                rows = (x["grad_out"], x["q"], x["k"], x["v"], x["out"], x["lse"])
-                _add_shares(x, kernel.backward(*rows, causal, scale, needs))
-            if grad_lse is not None:
-                _add_shares(x, _lse_shares(x, causal, scale, kernel, needs))
+    buffers = Buffers(mail, k, wide)
+    packings = {packing.parcel: packing for packing in plan.packings}
+    homeward: list[tuple[Flight, list[Tensor], list[tuple[Parcel, Tensor]]]] = []
+
+    def compute(hop: Hop, here: dict[Parcel, Tensor]) -> Walk:
+        away = {message.parcel: buffers.take(message.parcel).zero_() for message in hop.receives if own_grads}
+        for tile in hop.tiles:
+            key_side = {"k": k, "v": v, **own_grads}
+            if tile.parcel is not None:
+                key_side = dict(zip(("k", "v"), parcel_rows(here[tile.parcel], k.shape[2]), strict=True))
+                if own_grads:
+                    key_side |= zip(("dk", "dv"), parcel_rows(away[tile.parcel], k.shape[2]), strict=True)
+            for x, causal in _calls(tile, query_side, key_side, kernel, row_bytes):
+                if grad_out is not None:
+                    operands = (x["grad_out"], x["q"], x["k"], x["v"], x["out"], x["lse"])
+                    _add_shares(x, kernel.backward(*operands, causal, scale, needs))
+                if grad_lse is not None:
+                    _add_shares(x, _lse_shares(x, causal, scale, kernel, needs))
+        yield from come_home()
+        if own_grads:
+            send_home(hop, away)
+
+    def send_home(hop: Hop, away: dict[Parcel, Tensor]) -> None:
+        coming = [(message, buffers.take(message.parcel)) for message in hop.homecoming]
+        sends = [(message.parcel.owner, away[message.parcel]) for message in hop.receives]
+        flight = mail.post(sends, [(m.peer, buffer) for m, buffer in coming], "gradients of parcels")
+        homeward.append((flight, [*away.values()], [(m.parcel, buffer) for m, buffer in coming]))
+
+    def come_home() -> Walk:
+        while homeward:
+            flight, gone, come = homeward.pop()
+            yield flight
+            for parcel, buffer in come:
+                add_home_(packings[parcel], buffer, own_grads)
+            buffers.give_back([*gone, *(buffer for _, buffer in come)])
+
+    yield from travel(plan, mail, k, v, compute)
+    yield from come_home()
+    buffers.release()
     return tuple(None if grad is None else grad.to(q.dtype) for grad in (dq, dk, dv))  # type: ignore[return-value]
 
 

@@ -1,7 +1,7 @@
 """The engine as one registered operator, so that torch.compile takes it whole and checkpointing can keep it.
 
 Operators take tensors and plain values only: the pattern travels as its text, packed lengths as an int64
-tensor (so that new lengths do not recompile), a kernel as its name.
+tensor (so that new lengths do not recompile), kernel and ring as their names.
 """
 
 from __future__ import annotations
@@ -15,19 +15,40 @@ import torch
 from torch import Tensor
 
 from ringspan import kernels
-from ringspan.engine import run_backward, run_forward
+from ringspan.engine import walk_backward, walk_forward
 from ringspan.geometry import Documents, Pattern, parse_pattern, unselected_row
-from ringspan.planning import Plan, plan_rows
+from ringspan.layout import Layout
+from ringspan.planning import Passing, RankPlan, plan_rank
+from ringspan.ring.notes import digest
+from ringspan.ring.players import Players
+from ringspan.ring.registry import find
+from ringspan.ring.simulated import ALONE
 
 Values = tuple[Any, ...]
 
 
-def _plan(k: Tensor, lengths: Tensor | None, pattern: str, causal: bool) -> Plan:
-    rows, kv_heads = k.shape[1:3]
-    documents = Documents((rows,) if lengths is None else tuple(lengths.tolist()))
-    documents.check_rows(rows)
-    _warn_if_unselected(parse_pattern(pattern), rows, kv_heads)
-    return plan_rows(parse_pattern(pattern), documents, kv_heads, causal)
+def _players(ring: str) -> Players:
+    return find(ring) if ring else ALONE
+
+
+def _plan(
+    rank: int, layout: Layout, kv_heads: int, lengths: Tensor | None, pattern: str, causal: bool, passing: Passing
+) -> RankPlan:
+    documents = Documents((layout.rows,) if lengths is None else tuple(lengths.tolist()))
+    documents.check_rows(layout.rows)
+    return plan_rank(parse_pattern(pattern), documents, layout, rank, kv_heads, causal, passing)
+
+
+def _note(q: Tensor, k: Tensor, lengths: Tensor | None, needs: Sequence[bool], **values: Any) -> dict[str, Any]:
+    """What ranks must agree on."""
+    batch, _, heads, dim = q.shape
+    return {
+        "batch, heads, kv_heads, dim": (batch, heads, k.shape[2], dim),
+        "dtype": str(q.dtype),
+        "lengths": None if lengths is None else digest(str(lengths.tolist())),
+        "who needs gradients (q, k, v)": tuple(needs),
+        **{name: digest(str(value)) for name, value in values.items()},
+    }
 
 
 @lru_cache(maxsize=256)
@@ -51,16 +72,38 @@ def attention_op(
     causal: bool,
     scale: float,
     kernel: str,
-) -> tuple[Tensor, Tensor]:
-    plan = _plan(k, lengths, pattern, causal)
-    return run_forward(plan, q, k, v, scale, kernels.get(kernel))
+    ring: str,
+    seq_len: int | None,
+    needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, lse, and the length of the whole sequence as the ranks agreed on it."""
+    players = _players(ring)
+    note = _note(q, k, lengths, needs, pattern=pattern, causal=causal, scale=scale)
+    layout = players.agree(q.shape[1], note, seq_len, q)
+    _warn_if_unselected(parse_pattern(pattern), layout.rows, k.shape[2])
+    walks = [
+        walk_forward(
+            _plan(rank, layout, k.shape[2], lengths, pattern, causal, players.passing),
+            mail,
+            *tensors,
+            scale=scale,
+            kernel=kernels.get(kernel),
+        )
+        for rank, mail, tensors in players.deal(layout, [(q, 1), (k, 1), (v, 1)])
+    ]
+    outs, lses = zip(*players.run(walks), strict=True)
+    return (
+        players.collect(layout, list(outs), 1),
+        players.collect(layout, list(lses), 2),
+        torch.tensor(layout.rows, dtype=torch.int64),
+    )
 
 
 @attention_op.register_fake
-def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     batch, rows, heads, _dim = q.shape
     lse = q.new_empty((batch, heads, rows), dtype=kernels.accumulation_dtype(q.dtype))
-    return q.new_empty(q.shape), lse
+    return q.new_empty(q.shape), lse, torch.empty((), dtype=torch.int64)
 
 
 @torch.library.custom_op("ringspan::attention_backward", mutates_args=())
@@ -72,55 +115,62 @@ def attention_backward_op(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    needs: Sequence[bool],
+    whole_rows: Tensor,
     lengths: Tensor | None,
     pattern: str,
     causal: bool,
     scale: float,
     kernel: str,
+    ring: str,
+    needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v; an empty tensor for each that nobody needs."""
-    plan = _plan(k, lengths, pattern, causal)
+    players = _players(ring)
+    layout = players.agree(q.shape[1], {}, int(whole_rows), q)
     need_q, need_k, need_v = needs
-    grads = run_backward(
-        plan, grad_out, grad_lse, q, k, v, out, lse, scale, kernels.get(kernel), (need_q, need_k, need_v)
-    )
-    dq, dk, dv = (q.new_empty(0) if grad is None else grad for grad in grads)
+    tensors = [(grad_out, 1), (grad_lse, 2), (q, 1), (k, 1), (v, 1), (out, 1), (lse, 2)]
+    walks = [
+        walk_backward(
+            _plan(rank, layout, k.shape[2], lengths, pattern, causal, players.passing),
+            mail,
+            *parts,
+            scale=scale,
+            kernel=kernels.get(kernel),
+            needs=(need_q, need_k, need_v),
+        )
+        for rank, mail, parts in players.deal(layout, tensors)
+    ]
+    found = zip(*players.run(walks), strict=True)
+    dq, dk, dv = (q.new_empty(0) if g[0] is None else players.collect(layout, list(g), 1) for g in found)
     return dq, dk, dv
 
 
 @attention_backward_op.register_fake
 def _attention_backward_fake(
-    grad_out: Tensor | None,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    needs: Sequence[bool],
-    *_: Any,
+    grad_out: Tensor | None, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
+    needs = others[-1]
     dq, dk, dv = (q.new_empty(x.shape if need else 0) for x, need in zip((q, k, v), needs, strict=True))
     return dq, dk, dv
 
 
-def _keep_for_backward(ctx: Any, inputs: Values, output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, lengths, *values = inputs
+def _keep_for_backward(ctx: Any, inputs: Values, output: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, k, v, lengths, *values, _seq_len, needs = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *output, *(() if lengths is None else (lengths,)))
-    ctx.values = values
+    ctx.values, ctx.needs = values, needs
+    ctx.players = _players(values[-1])  # a ring that nobody else keeps lives until backward is done
 
 
-def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Values:
-    q, k, v, out, lse, *lengths = ctx.saved_tensors
-    needs = list(ctx.needs_input_grad[:3])
+def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: None) -> Values:
+    q, k, v, out, lse, whole_rows, *lengths = ctx.saved_tensors
+    needs = list(ctx.needs)
     grads: Values = (None, None, None)
     if grad_out is not None or grad_lse is not None:
         grads = attention_backward_op(
-            grad_out, grad_lse, q, k, v, out, lse, needs, lengths[0] if lengths else None, *ctx.values
+            grad_out, grad_lse, q, k, v, out, lse, whole_rows, lengths[0] if lengths else None, *ctx.values, needs
         )
-    no_grads = (None,) * (1 + len(ctx.values))
+    no_grads = (None,) * (3 + len(ctx.values))
     return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), *no_grads
 
 

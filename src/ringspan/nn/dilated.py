@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ringspan.api import attention
 from ringspan.geometry import Dilated, HeadOffsets
+from ringspan.ring import Ring, SimulatedRing
 
 
 class DilatedAttention(nn.Module):
@@ -22,7 +23,7 @@ class DilatedAttention(nn.Module):
         softmax_scale: factor of the scores; dim ** -0.5 by default.
         attention_dropout: must be 0 (`no_dropout` says why).
         head_offsets, shift: as in `ringspan.Dilated`.
-        kernel: as in `ringspan.attention`.
+        kernel, ring: as in `ringspan.attention`. Over a `Ring`, q, k and v are this rank's rows.
 
     >>> import torch, ringspan as rs
     >>> layer = rs.nn.DilatedAttention([64, 256], [1, 4])
@@ -41,12 +42,14 @@ class DilatedAttention(nn.Module):
         head_offsets: HeadOffsets = "interleaved",
         shift: int = 0,
         kernel: str | None = None,
+        ring: Ring | SimulatedRing | None = None,
     ) -> None:
         super().__init__()
         no_dropout("attention_dropout", attention_dropout)
         self.pattern = Dilated(tuple(segment_lengths), tuple(dilation_rates), head_offsets, shift)
         self.softmax_scale = softmax_scale
         self.kernel = kernel
+        self.ring = ring
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False) -> Tensor:
         """Output of the shape of ``query``."""
@@ -58,10 +61,11 @@ class DilatedAttention(nn.Module):
             causal=is_causal,
             scale=self.softmax_scale,
             kernel=self.kernel,
+            ring=self.ring,
         )
 
     def extra_repr(self) -> str:
-        return f"{self.pattern}, softmax_scale={self.softmax_scale}, kernel={self.kernel}"
+        return f"{self.pattern}, softmax_scale={self.softmax_scale}, kernel={self.kernel}, ring={self.ring}"
 
 
 def no_dropout(name: str, rate: float) -> None:

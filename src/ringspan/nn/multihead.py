@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ringspan.geometry import HeadOffsets
 from ringspan.nn.dilated import DilatedAttention, no_dropout
+from ringspan.ring import Ring, SimulatedRing
 
 
 class MultiheadDilatedAttention(nn.Module):
@@ -26,7 +27,9 @@ class MultiheadDilatedAttention(nn.Module):
         layer_norm, layer_norm_eps: the norm before the output projection.
         gamma_init: gain of the value and output projections; MAGNETO makes it depend on the model's depth.
         kv_heads: heads of keys and values, a divisor of ``num_heads``; ``num_heads`` by default.
-        head_offsets, shift, kernel: as in `DilatedAttention`.
+        head_offsets, shift, kernel, ring: as in `DilatedAttention`. Over a `Ring` the weights are replicated, and the
+            gradients of each rank are those of its own rows: sum them over the ring (an all-reduce; FSDP and DDP
+            average, so multiply the loss by the number of ranks there).
 
     >>> import torch, ringspan as rs
     >>> layer = rs.nn.MultiheadDilatedAttention(64, 4, segment_lengths=[64, 256], dilation_rates=[1, 4])
@@ -54,6 +57,7 @@ class MultiheadDilatedAttention(nn.Module):
         head_offsets: HeadOffsets = "interleaved",
         shift: int = 0,
         kernel: str | None = None,
+        ring: Ring | SimulatedRing | None = None,
     ) -> None:
         super().__init__()
         no_dropout("dropout", dropout)
@@ -68,7 +72,7 @@ class MultiheadDilatedAttention(nn.Module):
         self.k_proj = nn.Linear(embed_dim, kv_dim, bias, device=device, dtype=dtype)
         self.v_proj = nn.Linear(embed_dim, kv_dim, bias, device=device, dtype=dtype)
         self.attention = DilatedAttention(
-            segment_lengths, dilation_rates, head_offsets=head_offsets, shift=shift, kernel=kernel
+            segment_lengths, dilation_rates, head_offsets=head_offsets, shift=shift, kernel=kernel, ring=ring
         )
         self.norm = nn.LayerNorm(embed_dim, layer_norm_eps, device=device, dtype=dtype) if layer_norm else None
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias, device=device, dtype=dtype)

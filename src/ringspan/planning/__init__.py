@@ -1,5 +1,26 @@
-"""What is to be computed: tiles, from patterns and plain integers. Knows no tensor and no device."""
+"""What is to be computed and what must travel: tiles and parcels, from patterns, layouts and plain integers.
 
-from ringspan.planning.tiles import Plan, Tile, plan_rows
+Knows no tensor, no device and no process group.
+"""
 
-__all__ = ["Plan", "Tile", "plan_rows"]
+from ringspan.planning.parcels import Message, Packing, Parcel
+from ringspan.planning.price import LayoutAdvice, Memory, RingPlan, Sizes, advise_layout
+from ringspan.planning.rank import Hop, RankPlan, plan_rank
+from ringspan.planning.shared import Passing
+from ringspan.planning.tiles import Tile
+
+__all__ = [
+    "Hop",
+    "LayoutAdvice",
+    "Memory",
+    "Message",
+    "Packing",
+    "Parcel",
+    "Passing",
+    "RankPlan",
+    "RingPlan",
+    "Sizes",
+    "Tile",
+    "advise_layout",
+    "plan_rank",
+]

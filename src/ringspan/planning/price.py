@@ -1,0 +1,216 @@
+"""What a plan costs: bytes, work, balance and memory for each rank, from integers alone.
+
+`rs.plan` returns a `RingPlan`, which prices itself and prints itself as a table; `rs.best_layout` compares two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import get_args
+
+from ringspan.geometry import Documents, Pattern
+from ringspan.layout import Layout, LayoutName
+from ringspan.planning.rank import RankPlan, plan_rank
+from ringspan.planning.shared import Passing
+
+_MOST_RANKS_PRICED = 64  # of a larger ring, these many are looked at: the ends and an even sample between
+_MOST_TABLE_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What the integers of a plan are multiplied with to become bytes."""
+
+    batch: int = 1
+    heads: int = 8
+    kv_heads: int = 8
+    dim: int = 64
+    number_bytes: int = 4  # a number of the input dtype
+    wide_bytes: int = 4  # a number of the accumulation dtype
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "heads", "kv_heads", "dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads={self.heads}, kv_heads={self.kv_heads}: the KV heads must divide the query heads")
+
+    @property
+    def parcel_row_bytes(self) -> int:
+        """A row of a parcel: K and V."""
+        return 2 * self.batch * self.dim * self.number_bytes
+
+    @property
+    def gradient_row_bytes(self) -> int:
+        """A row of a parcel's gradient, in the accumulation dtype."""
+        return 2 * self.batch * self.dim * self.wide_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of one rank: its rows (inputs, outputs, accumulators, gradients), its parcels at their peak."""
+
+    rows: int
+    parcels: int
+
+    @property
+    def total(self) -> int:
+        return self.rows + self.parcels
+
+
+@dataclass(frozen=True)
+class RingPlan:
+    """The plan of a whole ring, rank by rank as they are asked for."""
+
+    pattern: Pattern
+    documents: Documents
+    layout: Layout
+    causal: bool
+    passing: Passing
+    sizes: Sizes
+
+    def rank(self, rank: int) -> RankPlan:
+        """The plan of one rank."""
+        return plan_rank(
+            self.pattern, self.documents, self.layout, rank, self.sizes.kv_heads, self.causal, self.passing
+        )
+
+    def bytes_sent(self, rank: int, *, backward: bool = False) -> int:
+        """Bytes that a rank puts on the wire in a forward pass or, if asked for, in a backward pass.
+
+        Backward sends the same parcels again, and the gradients of those that came in straight back to their owners.
+        """
+        hops = self.rank(rank).hops
+        forward = sum(message.parcel.rows for hop in hops for message in hop.sends) * self.sizes.parcel_row_bytes
+        home = sum(message.parcel.rows for hop in hops for message in hop.receives) * self.sizes.gradient_row_bytes
+        return forward + home if backward else forward
+
+    def bytes_received(self, rank: int, *, backward: bool = False) -> int:
+        """Bytes that a rank gets."""
+        hops = self.rank(rank).hops
+        forward = sum(message.parcel.rows for hop in hops for message in hop.receives) * self.sizes.parcel_row_bytes
+        home = sum(message.parcel.rows for hop in hops for message in hop.homecoming) * self.sizes.gradient_row_bytes
+        return forward + home if backward else forward
+
+    def work(self, rank: int) -> int:
+        """(query, key) pairs that a rank computes, over all query heads of one batch."""
+        return self.rank(rank).pairs * (self.sizes.heads // self.sizes.kv_heads)
+
+    @cached_property
+    def imbalance(self) -> float:
+        """Largest work of a rank over the mean; 1 is perfect. Of a very large ring, an even sample is looked at."""
+        work = [self.work(rank) for rank in self.sample]
+        mean = sum(work) / len(work)
+        return max(work) / mean if mean else 1.0
+
+    @cached_property
+    def sample(self) -> Sequence[int]:
+        """The ranks that are priced: all of them, or an even sample with both ends."""
+        size = self.layout.ring_size
+        if size <= _MOST_RANKS_PRICED:
+            return range(size)
+        return sorted({round(i * (size - 1) / (_MOST_RANKS_PRICED - 1)) for i in range(_MOST_RANKS_PRICED)})
+
+    def memory(self, rank: int, *, backward: bool = False) -> Memory:
+        """Bytes of a rank beyond the workspace: its rows of every tensor, and its parcels at their peak."""
+        sizes, rows = self.sizes, self.layout.rows_of(rank)
+        query_rows, key_rows = rows * sizes.heads * sizes.batch, rows * sizes.kv_heads * sizes.batch
+        accumulated = 0 if sizes.number_bytes == sizes.wide_bytes else sizes.dim * sizes.wide_bytes
+        inputs = (query_rows + 2 * key_rows) * sizes.dim * sizes.number_bytes
+        outputs = query_rows * (sizes.dim * sizes.number_bytes + sizes.wide_bytes)
+        total = inputs + outputs + (0 if backward else query_rows * accumulated)
+        if backward:
+            total += query_rows * sizes.dim * sizes.number_bytes  # the gradient of the output
+            total += inputs + (query_rows + 2 * key_rows) * accumulated  # gradients and their accumulators
+        return Memory(total, self._peak_parcels(rank, backward))
+
+    def _peak_parcels(self, rank: int, backward: bool) -> int:
+        """Two hops of parcels at a time: those in use and those in flight; in backward also their gradients."""
+        hops = self.rank(rank).hops
+        row = self.sizes.parcel_row_bytes
+        arriving = [sum(message.parcel.rows for message in hop.receives) for hop in hops] + [0]
+        packed = [sum(m.parcel.rows for m in hop.sends if m.parcel.owner == rank) for hop in hops] + [0]
+        going_home = [sum(message.parcel.rows for message in hop.homecoming) for hop in hops] + [0]
+        peak = 0
+        for s in range(len(hops)):
+            live = (arriving[s] + arriving[s + 1] + packed[s + 1]) * row
+            if backward:
+                before = max(0, s - 1)
+                live += (arriving[s] + arriving[before] + going_home[before]) * self.sizes.gradient_row_bytes
+            peak = max(peak, live)
+        return peak
+
+    def __str__(self) -> str:
+        """A table: rows, tiles, hops, parcels, bytes, work and memory of each rank."""
+        head = ("rank", "rows", "tiles", "hops", "parcels in", "sent fwd", "sent bwd", "work", "parcels peak")
+        size = self.layout.ring_size
+        shown = range(size) if size <= _MOST_TABLE_ROWS else (*range(_MOST_TABLE_ROWS // 2), size - 1)
+        work = {rank: self.work(rank) for rank in {*self.sample, *shown}}
+        mean = sum(work[rank] for rank in self.sample) / len(self.sample) or 1
+        lines = [head]
+        for rank in shown:
+            plan = self.rank(rank)
+            lines.append(
+                (
+                    str(rank),
+                    f"{plan.rows:,}",
+                    str(len(plan.tiles)),
+                    str(len(plan.hops) - 1),
+                    str(sum(len(hop.receives) for hop in plan.hops)),
+                    mebibytes(self.bytes_sent(rank)),
+                    mebibytes(self.bytes_sent(rank, backward=True)),
+                    f"{work[rank] / mean:.3f}",
+                    mebibytes(self.memory(rank).parcels),
+                )
+            )
+        widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+        table = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+        title = (
+            f"{self.pattern.text}; n = {self.layout.rows:,} over {size} ranks, {self.layout.name}, {self.passing}"
+            f"{', causal' if self.causal else ''}; imbalance {self.imbalance:.3f}"
+        )
+        return "\n".join([title, *table])
+
+
+def mebibytes(count: int) -> str:
+    return f"{count / 2**20:,.2f} MiB"
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutAdvice:
+    """The better layout for a pattern, and why."""
+
+    layout: LayoutName
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.layout}: {self.reason}"
+
+
+def advise_layout(plans: dict[LayoutName, RingPlan]) -> LayoutAdvice:
+    """Compare plans that differ in their layout: first by the work of the busiest rank, then by the bytes sent."""
+    busiest = {name: max(plan.work(rank) for rank in plan.sample) for name, plan in plans.items()}
+    sent = {name: sum(plan.bytes_sent(rank) for rank in plan.sample) for name, plan in plans.items()}
+    contiguous, zigzag = get_args(LayoutName)
+    if busiest[zigzag] < 0.98 * busiest[contiguous]:
+        share = 1 - busiest[zigzag] / busiest[contiguous]
+        return LayoutAdvice(
+            zigzag,
+            f"the busiest rank has {share:.0%} less work (imbalance {plans[zigzag].imbalance:.2f}, "
+            f"contiguous {plans[contiguous].imbalance:.2f})",
+        )
+    if sent[zigzag] < sent[contiguous]:
+        return LayoutAdvice(
+            zigzag, f"work is as balanced, and it sends {_ratio(sent[zigzag], sent[contiguous])} of the bytes"
+        )
+    if sent[zigzag] > sent[contiguous]:
+        return LayoutAdvice(
+            contiguous, f"work is as balanced, and it sends {_ratio(sent[contiguous], sent[zigzag])} of the bytes"
+        )
+    return LayoutAdvice(contiguous, "both have the same work and send the same bytes; this one is simpler")
+
+
+def _ratio(part: int, whole: int) -> str:
+    return f"{part / whole:.0%}"

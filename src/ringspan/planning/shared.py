@@ -1,0 +1,115 @@
+"""Shared segments: a segment that a border between ranks cuts, and who sends what to whom because of it.
+
+Its *parts* are the stretches that lie on one rank; their owners are its *sharers*. A part's rows form a
+parcel, which goes to the sharers that may see it and to nobody else. The hop at which a sharer gets it is
+its cyclic distance from the owner among the sharers, so that each rank receives about one shard's worth per hop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from ringspan.geometry import Lane, Piece
+from ringspan.layout import Part
+from ringspan.planning.parcels import Parcel
+
+Passing = Literal["relay", "direct"]
+
+
+@dataclass(frozen=True)
+class SharedSegment:
+    """One segment, cut by borders between ranks, in one branch. Rows are positions in the whole sequence."""
+
+    branch: int
+    rate: int
+    offsets: tuple[int, ...]
+    start: int  # where the segment begins; below its first part if the document begins in the middle of it
+    parts: tuple[Part, ...]
+    causal: bool
+
+    @cached_property
+    def sharers(self) -> tuple[int, ...]:
+        """The ranks that hold rows of the segment, in the order of the ring."""
+        return tuple(sorted({part.rank for part in self.parts}))
+
+    @cached_property
+    def _place(self) -> dict[int, int]:
+        return {rank: place for place, rank in enumerate(self.sharers)}
+
+    @cached_property
+    def parts_of(self) -> dict[int, list[int]]:
+        """For each sharer, which parts it holds."""
+        held: dict[int, list[int]] = {}
+        for i, part in enumerate(self.parts):
+            held.setdefault(part.rank, []).append(i)
+        return held
+
+    def distance(self, owner: int, rank: int) -> int:
+        """Along the ring of sharers, from ``owner`` to ``rank``."""
+        return (self._place[rank] - self._place[owner]) % len(self.sharers)
+
+    def lanes(self, i: int, origin: int = 0) -> list[Lane]:
+        """For each KV head, the selected rows of a part, counted from ``origin``."""
+        part = self.parts[i]
+        phase = part.start - self.start
+        return Piece(part.start, part.stop - part.start, 1, phase).lanes(self.rate, self.offsets, origin)
+
+    def parcel(self, i: int) -> Parcel:
+        part = self.parts[i]
+        return Parcel(self.branch, part.start, part.rank, sum(lane.rows for lane in self.lanes(i)))
+
+    def meet(self, query_part: int, key_part: int) -> bool:
+        """Whether some query of one part sees some key of the other."""
+        if self.causal and key_part > query_part:
+            return False
+        shortest = min(self.parts[i].stop - self.parts[i].start for i in (query_part, key_part))
+        if shortest >= self.rate:
+            return True  # every head has rows in both
+        pairs = zip(self.lanes(query_part), self.lanes(key_part), strict=True)
+        return any(queries.rows and keys.rows for queries, keys in pairs)
+
+    def sees(self, rank: int, key_part: int) -> bool:
+        """Whether a sharer needs the parcel of a part."""
+        return any(self.meet(i, key_part) for i in self.parts_of[rank])
+
+    def seers(self, key_part: int) -> Iterator[int]:
+        """The sharers that need the parcel of a part, by their distance from its owner."""
+        owner = self._place[self.parts[key_part].rank]
+        for step in range(1, len(self.sharers)):
+            rank = self.sharers[(owner + step) % len(self.sharers)]
+            if self.sees(rank, key_part):
+                yield rank
+
+    def before(self, rank: int, key_part: int) -> int:
+        """Who has the parcel before ``rank``: the seer ahead of it on the route, or the owner."""
+        place = self._place[rank]
+        while True:
+            place = (place - 1) % len(self.sharers)
+            candidate = self.sharers[place]
+            if candidate == self.parts[key_part].rank or self.sees(candidate, key_part):
+                return candidate
+
+    def after(self, rank: int, key_part: int) -> int | None:
+        """Who gets the parcel after ``rank``: the next seer on the route, or None at its end."""
+        owner, place = self.parts[key_part].rank, self._place[rank]
+        while True:
+            place = (place + 1) % len(self.sharers)
+            candidate = self.sharers[place]
+            if candidate == owner:
+                return None
+            if self.sees(candidate, key_part):
+                return candidate
+            if place == 0 and self.causal and self._latest_before[self._place[owner]] <= key_part:
+                return None  # nobody between the start of the ring and the owner holds a later part
+
+    @cached_property
+    def _latest_before(self) -> list[int]:
+        """For each place on the ring of sharers, the latest part that is held before it."""
+        latest, found = -1, []
+        for rank in self.sharers:
+            found.append(latest)
+            latest = max(latest, self.parts_of[rank][-1])
+        return found

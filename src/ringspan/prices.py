@@ -1,0 +1,65 @@
+"""`rs.plan` and `rs.best_layout`: what a ring would do, without tensors and without processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import get_args
+
+import torch
+
+from ringspan.geometry import Documents, Pattern
+from ringspan.kernels import accumulation_dtype
+from ringspan.layout import Layout, LayoutName
+from ringspan.planning import LayoutAdvice, Passing, RingPlan, Sizes, advise_layout
+
+
+def plan(
+    pattern: Pattern,
+    n: int,
+    *,
+    ring_size: int = 1,
+    layout: LayoutName = "zigzag",
+    causal: bool = False,
+    passing: Passing = "relay",
+    lengths: Sequence[int] | None = None,
+    batch: int = 1,
+    heads: int = 8,
+    kv_heads: int | None = None,
+    dim: int = 64,
+    dtype: torch.dtype = torch.float32,
+) -> RingPlan:
+    """What each rank of a ring computes, sends and holds for a sequence of ``n`` rows.
+
+    Print it for a table; ask it for ``bytes_sent(rank)``, ``work(rank)``, ``imbalance`` and ``memory(rank)``. A rank's
+    plan is made when it is asked for, and costs no more than its own tiles and routes.
+
+    >>> import ringspan as rs
+    >>> ring = rs.plan(rs.Dilated((2048, 8192), (1, 4)), 16384, ring_size=4, layout="contiguous", causal=True)
+    >>> ring.bytes_sent(0), ring.bytes_sent(1)
+    (4194304, 0)
+    """
+    documents = Documents((n,) if lengths is None else tuple(lengths))
+    documents.check_rows(n)
+    kv_heads = heads if kv_heads is None else kv_heads
+    sizes = Sizes(batch, heads, kv_heads, dim, dtype.itemsize, accumulation_dtype(dtype).itemsize)
+    return RingPlan(pattern, documents, Layout(layout, n, ring_size), causal, passing, sizes)
+
+
+def best_layout(
+    pattern: Pattern, n: int, ring_size: int, *, causal: bool = False, heads: int = 8, kv_heads: int | None = None
+) -> LayoutAdvice:
+    """Which layout suits a pattern, and why: the one whose busiest rank has less work or, if equal, that sends less.
+
+    >>> import ringspan as rs
+    >>> str(rs.best_layout(rs.Full(), 4096, 4, causal=True))
+    'zigzag: the busiest rank has 43% less work (imbalance 1.00, contiguous 1.75)'
+    >>> rs.best_layout(rs.Dilated((512, 1024), (1, 2)), 4096, 4, causal=True).layout
+    'contiguous'
+    """
+    names: tuple[LayoutName, ...] = get_args(LayoutName)
+    return advise_layout(
+        {
+            name: plan(pattern, n, ring_size=ring_size, layout=name, causal=causal, heads=heads, kv_heads=kv_heads)
+            for name in names
+        }
+    )

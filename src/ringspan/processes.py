@@ -1,0 +1,90 @@
+"""Local ranks: a few processes on this machine that form a gloo group, for demonstrations, tests and benchmarks.
+
+For real work use torchrun; this is torch.multiprocessing with a rendezvous in a file and results that come back.
+"""
+
+from __future__ import annotations
+
+import datetime
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def run_local_ranks(
+    size: int, task: Callable[..., Any], *arguments: Any, threads: int = 1, timeout_seconds: float = 600.0
+) -> list[Any]:
+    """Run ``task(*arguments)`` on ``size`` processes that share a process group; what each returned, in order of rank.
+
+    The first rank that raises ends the others, and its traceback is raised here.
+    """
+    with tempfile.TemporaryDirectory(prefix="ringspan-") as folder:
+        context = mp.get_context("spawn")
+        results = context.SimpleQueue()
+        workers = [
+            context.Process(
+                target=_rank, args=(rank, size, folder, threads, timeout_seconds, results, task, arguments), daemon=True
+            )
+            for rank in range(size)
+        ]
+        for worker in workers:
+            worker.start()
+        try:
+            return _collect(workers, results, time.monotonic() + timeout_seconds)
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.join()
+
+
+def _collect(workers: list[Any], results: Any, deadline: float) -> list[Any]:
+    found: dict[int, Any] = {}
+    while len(found) < len(workers):
+        if results.empty():
+            for rank, worker in enumerate(workers):
+                if worker.exitcode not in (None, 0) and results.empty():
+                    raise RuntimeError(f"rank {rank} died with exit code {worker.exitcode}")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no answer from ranks {sorted(set(range(len(workers))) - set(found))}")
+            time.sleep(0.01)
+            continue
+        rank, value, failure = results.get()
+        if failure:
+            raise RuntimeError(f"rank {rank} raised:\n{failure}")
+        found[rank] = value
+    return [found[rank] for rank in range(len(workers))]
+
+
+def _rank(
+    rank: int,
+    size: int,
+    folder: str,
+    threads: int,
+    timeout: float,
+    results: Any,
+    task: Callable[..., Any],
+    arguments: Any,
+) -> None:
+    torch.set_num_threads(threads)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{Path(folder) / 'rendezvous'}",
+        rank=rank,
+        world_size=size,
+        timeout=datetime.timedelta(seconds=timeout),
+    )
+    try:
+        value = task(*arguments)
+        dist.barrier()
+    except Exception:
+        results.put((rank, None, traceback.format_exc()))
+        raise SystemExit(1) from None
+    results.put((rank, value, ""))
+    dist.destroy_process_group()

@@ -1,0 +1,56 @@
+"""Mail: how parcels move. A post sends and awaits at once; nothing blocks until somebody waits for its flight.
+
+Knows tensors and peers, but no plan, no kernel and no softmax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+Letters = Sequence[tuple[int, Tensor]]  # (peer, contiguous buffer)
+
+
+class Flight(Protocol):
+    """Buffers on their way: until it is over, what is sent must not change and what arrives must not be read."""
+
+    def wait(self) -> None:
+        """Return when everything has arrived and gone."""
+
+
+class Mail(Protocol):
+    """One rank's access to its ring."""
+
+    @property
+    def counters(self) -> Counters:
+        """What this rank has sent, received and waited for."""
+
+    def post(self, sends: Letters, receives: Letters, label: str) -> Flight:
+        """Send and await buffers; the peer's post lists the same letters in the same order."""
+
+
+@dataclass
+class Counters:
+    """What really went over the wire, and what it cost: so that a user can see that the ring is real."""
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    messages_sent: int = 0
+    messages_received: int = 0
+    waiting_seconds: float = 0.0
+    live_parcel_bytes: int = 0
+    peak_parcel_bytes: int = 0
+
+    def count(self, sends: Letters, receives: Letters) -> None:
+        self.messages_sent += len(sends)
+        self.messages_received += len(receives)
+        self.bytes_sent += sum(buffer.nbytes for _, buffer in sends)
+        self.bytes_received += sum(buffer.nbytes for _, buffer in receives)
+
+    def hold(self, buffer_bytes: int) -> None:
+        """A parcel's buffer came into use or, if negative, went out of it."""
+        self.live_parcel_bytes += buffer_bytes
+        self.peak_parcel_bytes = max(self.peak_parcel_bytes, self.live_parcel_bytes)

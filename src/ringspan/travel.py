@@ -1,0 +1,129 @@
+"""Travel: walks the hops of a plan, with the parcels of the next hop in flight while this one is computed.
+
+A walk is a generator: it yields each flight that must be over before it can go on, and whoever drives it waits. So
+the same walk runs on a real ring (wait for it) and on a simulated one (let the other ranks go on first).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterable
+
+import torch
+from torch import Tensor
+
+from ringspan.planning import Hop, Packing, Parcel, RankPlan
+from ringspan.ring.mail import Flight, Mail
+from ringspan.views import Operands, comb_view
+
+Walk = Generator[Flight, None, None]
+_CLOSE_FIT = 1.1
+
+
+class Buffers:
+    """Contiguous memory for parcels, (2, batch, rows, dim): keys and values. Reused from hop to hop.
+
+    The parcels of a branch differ by a row or two from hop to hop: a buffer serves every parcel that nearly fills it.
+    """
+
+    def __init__(self, mail: Mail, like: Tensor, dtype: torch.dtype) -> None:
+        self._counters, self._like, self._dtype = mail.counters, like, dtype
+        self._free: list[Tensor] = []
+        self._lent: dict[int, Tensor] = {}
+
+    def take(self, parcel: Parcel) -> Tensor:
+        batch, _, _, dim = self._like.shape
+        shape = (2, batch, parcel.rows, dim)
+        size = math.prod(shape)
+        fitting = [i for i, memory in enumerate(self._free) if size <= memory.numel() <= _CLOSE_FIT * size]
+        if fitting:
+            memory = self._free.pop(fitting[0])
+        else:
+            self._let_go(size)
+            memory = self._like.new_empty(size, dtype=self._dtype)
+            self._counters.hold(memory.nbytes)
+        self._lent[memory.data_ptr()] = memory
+        return memory[:size].view(shape)
+
+    def give_back(self, buffers: Iterable[Tensor]) -> None:
+        self._free += [self._lent.pop(buffer.data_ptr()) for buffer in buffers]
+
+    def _let_go(self, size: int) -> None:
+        """Make room for a new buffer: as much unused memory goes as will come."""
+        while self._free and size > 0:
+            memory = self._free.pop()
+            self._counters.hold(-memory.nbytes)
+            size -= memory.numel()
+
+    def release(self) -> None:
+        """The walk is over: whatever is left goes."""
+        for memory in (*self._free, *self._lent.values()):
+            self._counters.hold(-memory.nbytes)
+        self._free, self._lent = [], {}
+
+
+def parcel_rows(buffer: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of a parcel as (batch, rows, heads, dim): all heads begin at row 0, and combs tell them apart."""
+    _, batch, rows, dim = buffer.shape
+    keys, values = (x.as_strided((batch, rows, kv_heads, dim), (rows * dim, dim, 0, 1)) for x in buffer.unbind())
+    return keys, values
+
+
+def travel(
+    plan: RankPlan, mail: Mail, k: Tensor, v: Tensor, compute: Callable[[Hop, dict[Parcel, Tensor]], Walk]
+) -> Walk:
+    """Walk the hops: wait for this one's parcels, post the next one's, compute. ``k`` and ``v`` are the rank's rows."""
+    buffers = Buffers(mail, k, k.dtype)
+    packings = {packing.parcel: packing for packing in plan.packings}
+    last_hop = _last_hop_of_each(plan)
+    here: dict[Parcel, Tensor] = {}
+    packed: list[Tensor] = []
+
+    def post(number: int) -> Flight:
+        hop = plan.hops[number] if number < len(plan.hops) else Hop()
+        sends = []
+        for message in hop.sends:
+            if message.parcel in packings:
+                packed.append(_pack(packings[message.parcel], buffers.take(message.parcel), k, v))
+                sends.append((message.peer, packed[-1]))
+            else:
+                sends.append((message.peer, here[message.parcel]))
+        here.update({message.parcel: buffers.take(message.parcel) for message in hop.receives})
+        return mail.post(sends, [(m.peer, here[m.parcel]) for m in hop.receives], f"parcels of hop {number}")
+
+    flight = post(1)
+    for number, hop in enumerate(plan.hops):
+        if number:
+            yield flight
+            buffers.give_back(packed)
+            packed.clear()
+            buffers.give_back([here.pop(parcel) for parcel in [*here] if last_hop[parcel] <= number])
+            flight = post(number + 1)
+        yield from compute(hop, here)
+    buffers.release()
+
+
+def add_home_(packing: Packing, buffer: Tensor, own: Operands) -> None:
+    """Add the gradient of an own parcel to the rows that it was packed from."""
+    for mine, there in packing.combs:
+        for name, rows in zip(("dk", "dv"), parcel_rows(buffer, 1), strict=True):
+            if name in own:
+                comb_view(own[name], mine).add_(comb_view(rows, there))
+
+
+def _pack(packing: Packing, buffer: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    for mine, there in packing.combs:
+        for x, rows in zip((k, v), parcel_rows(buffer, 1), strict=True):
+            comb_view(rows, there).copy_(comb_view(x, mine))
+    return buffer
+
+
+def _last_hop_of_each(plan: RankPlan) -> dict[Parcel, int]:
+    """The hop at whose beginning a received parcel is no longer needed: it is computed, and passed on if need be."""
+    last: dict[Parcel, int] = {}
+    for number, hop in enumerate(plan.hops):
+        for message in hop.sends:
+            if message.parcel in last:
+                last[message.parcel] = max(last[message.parcel], number)
+        last |= {message.parcel: number + 1 for message in hop.receives}
+    return last

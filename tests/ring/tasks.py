@@ -1,0 +1,314 @@
+"""What real ranks do in the tests. Each task runs on every rank of a gloo group; one launch serves them all."""
+
+import gc
+import os
+import random
+import re
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import ringspan as rs
+from ringspan.oracle import dense_attention
+from tests.exactness import inputs, loss_weights, weighted_loss
+
+Task = Callable[[], None]
+
+
+def run_tasks(names: list[str]) -> dict[str, str]:
+    """Run tasks one after the other; for each, the traceback if it failed."""
+    torch.use_deterministic_algorithms(True)  # fills uninitialised memory with NaN
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", message=".*selects row")
+    failures = {}
+    for name in names:
+        torch.manual_seed(0)
+        random.seed(0)
+        try:
+            globals()[name]()
+            failures[name] = ""
+        except Exception:
+            failures[name] = traceback.format_exc()
+        dist.barrier()
+    return failures
+
+
+def close(x: Tensor, y: Tensor) -> None:
+    torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
+
+
+def check_case(ring: rs.Ring, tensors: list[Tensor], options: dict, seq_len: int | None = None) -> None:  # type: ignore[type-arg]
+    """Output, lse and gradients of my rows against the oracle's; bytes against the plan's."""
+    q, k, v = tensors
+    n = q.shape[1]
+    right, right_lse = dense_attention(q, k, v, **options)
+    weights = loss_weights(right, right_lse)
+    wanted = torch.autograd.grad(weighted_loss(right, right_lse, weights), tensors)
+    mine = [ring.split_sequence(x.detach()).requires_grad_() for x in tensors]
+    ring.reset_counters()
+    out, lse = rs.attention(*mine, return_lse=True, ring=ring, seq_len=seq_len, **options)
+    close(out, ring.split_sequence(right))
+    close(lse, ring.split_sequence(right_lse, dim=2))
+    plan = rs.plan(
+        options["pattern"],
+        n,
+        ring_size=ring.size,
+        layout=ring.layout,
+        passing=ring.passing,
+        causal=options["causal"],
+        lengths=options["lengths"],
+        batch=q.shape[0],
+        heads=q.shape[2],
+        kv_heads=k.shape[2],
+        dim=q.shape[3],
+        dtype=q.dtype,
+    )
+    assert ring.counters.bytes_sent == plan.bytes_sent(ring.rank)
+    assert ring.counters.bytes_received == plan.bytes_received(ring.rank)
+    ring.reset_counters()
+    local = (ring.split_sequence(weights[0]), ring.split_sequence(weights[1], dim=2))
+    for found, grad in zip(torch.autograd.grad(weighted_loss(out, lse, local), mine), wanted, strict=True):
+        close(found, ring.split_sequence(grad))
+    assert ring.counters.bytes_sent == plan.bytes_sent(ring.rank, backward=True)
+    assert ring.counters.live_parcel_bytes == 0
+
+
+def random_cases_equal_the_oracle() -> None:
+    rings = [
+        rs.Ring(layout=layout, passing=passing)
+        for layout in ("contiguous", "zigzag")
+        for passing in ("relay", "direct")
+    ]  # type: ignore[arg-type]
+    for case in range(60):
+        branches = random.randint(1, 3)
+        pattern: rs.Pattern = rs.Full()
+        if random.random() < 0.85:
+            pattern = rs.Dilated(
+                [random.randint(1, 40) for _ in range(branches)],
+                [random.randint(1, 5) for _ in range(branches)],
+                random.choice(["interleaved", "blocked"]),
+                random.choice([0, 0, 3, 17]),
+            )
+        n = random.choice([1, 2, 7, 31, 32, 50, 64, 77])
+        cuts = sorted(random.randint(0, n) for _ in range(random.choice([0, 0, 1, 3])))
+        sizes = tuple(b - a for a, b in zip([0, *cuts], [*cuts, n], strict=True))
+        kv_heads, group = random.randint(1, 4), random.randint(1, 2)
+        options = dict(pattern=pattern, causal=random.random() < 0.5, lengths=sizes)
+        tensors = inputs(random.randint(1, 2), n, kv_heads, group, 4)
+        check_case(rings[case % 4], tensors, options, n if random.random() < 0.5 else None)
+
+
+def lower_precision() -> None:
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)):
+        q, k, v = inputs(1, 130, 2, 2, 16, dtype=dtype)
+        options = dict(pattern=rs.Dilated((32, 130), (1, 2)), causal=True)
+        right, _ = dense_attention(*(x.double() for x in (q, k, v)), **options)  # type: ignore[arg-type]
+        ring = rs.Ring()
+        mine = [ring.split_sequence(x.detach()).requires_grad_() for x in (q, k, v)]
+        out = rs.attention(*mine, ring=ring, **options)  # type: ignore[call-overload]
+        assert out.dtype == dtype
+        assert (out.double() - ring.split_sequence(right)).abs().max() < tolerance
+        out.sum().backward()
+        assert [x.grad.dtype for x in mine if x.grad is not None] == [dtype] * 3
+
+
+def splitting_gathering_and_positions() -> None:
+    for layout in ("contiguous", "zigzag"):
+        ring = rs.Ring(layout=layout)  # type: ignore[arg-type]
+        for n in (0, 1, 2, 11, 40):
+            whole = torch.randn(2, n, 3, dtype=torch.float64)
+            mine = ring.split_sequence(whole)
+            positions = ring.positions(n)
+            assert torch.equal(mine, whole[:, positions])
+            mine = mine.clone().requires_grad_()
+            gathered = ring.gather_sequence(mine)
+            assert torch.equal(gathered, whole)
+            assert torch.equal(ring.gather_sequence(mine.transpose(0, 1), dim=0, seq_len=n), whole.transpose(0, 1))
+            weights = torch.randn(ring.size, 2, n, 3, dtype=torch.float64)  # each rank weighs the rows differently
+            (gathered * weights[ring.rank]).sum().backward()
+            assert mine.grad is not None
+            close(mine.grad, weights.sum(0)[:, positions])
+
+
+def compiles_whole() -> None:
+    ring = rs.Ring()
+    pattern = rs.Dilated((16, 64), (1, 2))
+
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return rs.attention(q * 2, k, v, pattern=pattern, causal=True, ring=ring).sin()
+
+    mine = [ring.split_sequence(x.detach()).requires_grad_() for x in inputs(1, 65, 2, 1, 8)]
+    eager = layer(*mine)
+    wanted = torch.autograd.grad(eager.sum(), mine)
+    out = torch.compile(layer, fullgraph=True, backend="aot_eager")(*mine)
+    close(out, eager)
+    for found, grad in zip(torch.autograd.grad(out.sum(), mine), wanted, strict=True):
+        close(found, grad)
+
+
+def selective_checkpointing_does_not_walk_again() -> None:
+    ring = rs.Ring()
+    mine = [ring.split_sequence(x.detach()).requires_grad_() for x in inputs(1, 64, 2, 1, 8)]
+
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return rs.attention(q * 2, k, v, pattern=rs.Full(), ring=ring)
+
+    sent = []
+    for kept in ([], [torch.ops.ringspan.attention.default]):
+        ring.reset_counters()
+        context = lambda kept=kept: create_selective_checkpoint_contexts(kept)  # noqa: E731
+        checkpoint(layer, *mine, use_reentrant=False, context_fn=context).sum().backward()
+        sent.append(ring.counters.bytes_sent)
+    # Forward, again in backward unless kept, and backward: parcels and, as large, their gradients.
+    assert sent[0] * 3 == sent[1] * 4
+
+
+def modules_over_a_ring() -> None:
+    ring = rs.Ring()
+    torch.manual_seed(1)
+    options = dict(segment_lengths=[8, 32], dilation_rates=[1, 2], kv_heads=2, dtype=torch.float64)
+    alone = rs.nn.MultiheadDilatedAttention(16, 4, **options)  # type: ignore[arg-type]
+    spread = rs.nn.MultiheadDilatedAttention(16, 4, ring=ring, **options)  # type: ignore[arg-type]
+    spread.load_state_dict(alone.state_dict())
+    x = torch.randn(2, 37, 16, dtype=torch.float64)
+    wanted, _ = alone(x, x, x, is_causal=True)
+    wanted.square().sum().backward()
+    mine = ring.split_sequence(x)
+    found, _ = spread(mine, mine, mine, is_causal=True)
+    close(found, ring.split_sequence(wanted))
+    found.square().sum().backward()
+    for a, b in zip(alone.parameters(), spread.parameters(), strict=True):
+        assert b.grad is not None
+        dist.all_reduce(b.grad)  # weights are replicated: their gradients are summed over the ring
+        torch.testing.assert_close(b.grad, a.grad, rtol=1e-12, atol=1e-12)
+
+
+def a_loss_on_one_rank_hangs_nobody() -> None:
+    ring = rs.Ring()
+    q, k, v = inputs(1, 40, 2, 1, 4)
+    right, _ = dense_attention(q, k, v, pattern=rs.Full())
+    last = ring.size - 1
+    rows = torch.cat([torch.arange(s.start, s.stop) for s in ring.layout_of(40).spans(last)])
+    wanted = torch.autograd.grad(right[:, rows].sum(), (q, k, v))
+    mine = [ring.split_sequence(x.detach()).requires_grad_() for x in (q, k, v)]
+    out = rs.attention(*mine, pattern=rs.Full(), ring=ring)
+    loss = out.sum() if ring.rank == last else out.sum() * 0
+    for found, grad in zip(torch.autograd.grad(loss, mine), wanted, strict=True):
+        close(found, ring.split_sequence(grad))
+
+
+def disagreements_are_named_on_every_rank() -> None:
+    ring = rs.Ring(layout="contiguous")
+    odd = ring.rank == ring.size - 1
+    good = [torch.randn(1, 6, 2, 4) for _ in range(3)]
+    cases = {
+        "causal": (good, dict(causal=odd)),
+        "pattern": (good, dict(pattern=rs.Dilated((4,), (1,)) if odd else rs.Full())),
+        "scale": (good, dict(scale=0.5 if odd else 0.25)),
+        "dtype": ([x.double() if odd else x for x in good], {}),
+        "batch, heads, kv_heads, dim": ([x[..., :2] if odd else x for x in good], {}),
+        "who needs gradients": ([x.clone().requires_grad_(odd) for x in good], {}),
+        "lengths": (good, dict(lengths=(6 * ring.size,) if odd else (1, 6 * ring.size - 1))),
+        "rows per rank": ([x[:, : 3 if odd else 6] for x in good], {}),
+    }
+    for name, (tensors, change) in cases.items():
+        options = {"pattern": rs.Full(), **change}
+        with pytest.raises(rs.RingError) as caught:
+            rs.attention(*tensors, ring=ring, **options)  # type: ignore[call-overload]
+        message = str(caught.value)
+        assert name in message, message
+        assert f"rank {ring.size - 1}" in message or name == "rows per rank", message
+        everybody: list[str] = [""] * ring.size
+        dist.all_gather_object(everybody, message)
+        assert len(set(everybody)) == 1
+
+
+def stated_lengths_are_checked_before_anything_is_sent() -> None:
+    ring = rs.Ring()
+    x = torch.randn(1, 5, 2, 4)
+    with pytest.raises(rs.RingError, match=re.escape(f"rank {ring.rank} holds 5 rows, but has")):
+        rs.attention(x, x, x, pattern=rs.Full(), ring=ring, seq_len=1000)
+
+
+def rings_side_by_side_in_a_mesh() -> None:
+    """(data, ring): two rings of half the ranks each, with sequences of their own."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("data", "ring"))
+    ring = rs.Ring(mesh["ring"])
+    assert ring.size == dist.get_world_size() // 2
+    torch.manual_seed(mesh["data"].get_local_rank())
+    options = dict(pattern=rs.Dilated((8, 40), (1, 2)), causal=True, lengths=None)
+    check_case(ring, inputs(1, 41, 2, 1, 4), options)
+
+
+def a_ring_beside_tensor_parallel_heads() -> None:
+    """(ring, tensor): the sequence over one axis, the heads over the other; offsets follow the global head."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("ring", "tensor"))
+    ring, part = rs.Ring(mesh["ring"]), mesh["tensor"].get_local_rank()
+    for head_offsets in ("interleaved", "blocked"):
+        pattern = rs.Dilated((8, 40), (1, 4), head_offsets)  # type: ignore[arg-type]
+        q, k, v = inputs(1, 41, 6, 2, 4)
+        right, _ = dense_attention(q, k, v, pattern=pattern, causal=True)
+        mine = [ring.split_sequence(x.detach().chunk(2, dim=2)[part]) for x in (q, k, v)]
+        out = rs.attention(*mine, pattern=pattern.for_heads(3 * part, 6), causal=True, ring=ring)
+        close(out, ring.split_sequence(right.chunk(2, dim=2)[part]))
+
+
+def a_mesh_of_two_dimensions_is_refused() -> None:
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()))
+    with pytest.raises(rs.RingError, match=re.escape("a mesh with 2 dimensions")):
+        rs.Ring(mesh)
+
+
+def a_small_group_is_refused() -> None:
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    with pytest.raises(rs.RingError, match=re.escape("the group has 1 rank(s), but min_size=2")):
+        rs.Ring(alone)
+    ring = rs.Ring(alone, min_size=1)
+    check_case(ring, inputs(1, 20, 2, 1, 4), dict(pattern=rs.Full(), causal=True, lengths=None))
+
+
+def nothing_leaks() -> None:
+    """Hundreds of calls with changing shapes: memory, file descriptors and threads stay as they were."""
+    ring = rs.Ring()
+
+    def calls(count: int) -> None:
+        for i in range(count):
+            n = 64 + (i * 37) % 200
+            mine = [ring.split_sequence(x.detach()).requires_grad_() for x in inputs(1, n, 2, 1, 32, torch.float32)]
+            rs.attention(*mine, pattern=rs.Dilated((32, n), (1, 2)), causal=True, ring=ring).sum().backward()
+
+    def footprint() -> tuple[int, int, int]:
+        gc.collect()
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return resident, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    calls(200)  # every shape once, all threads and caches warm
+    before = footprint()
+    calls(300)
+    after = footprint()
+    assert after[0] - before[0] < 8 * 2**20, f"memory grew by {after[0] - before[0]} bytes"
+    assert after[1:] == before[1:], f"descriptors and threads: {before[1:]} before, {after[1:]} after"
+
+
+FOR_ALL = [
+    "random_cases_equal_the_oracle",
+    "lower_precision",
+    "splitting_gathering_and_positions",
+    "modules_over_a_ring",
+    "a_loss_on_one_rank_hangs_nobody",
+    "disagreements_are_named_on_every_rank",
+    "stated_lengths_are_checked_before_anything_is_sent",
+    "a_mesh_of_two_dimensions_is_refused",
+    "a_small_group_is_refused",
+]
+FOR_TWO = ["compiles_whole", "selective_checkpointing_does_not_walk_again", "nothing_leaks"]
+FOR_FOUR = ["rings_side_by_side_in_a_mesh", "a_ring_beside_tensor_parallel_heads"]
+BY_SIZE = {2: FOR_ALL + FOR_TWO, 3: FOR_ALL, 4: FOR_ALL + FOR_FOUR}

@@ -1,0 +1,28 @@
+"""Real gloo processes: one launch for each ring size runs all of `tasks`; each task is a test here."""
+
+from functools import lru_cache
+
+import pytest
+
+import ringspan as rs
+from ringspan.processes import run_local_ranks
+from tests.ring import tasks
+
+
+@lru_cache
+def failures(size: int) -> list[dict[str, str]]:
+    return run_local_ranks(size, tasks.run_tasks, tasks.BY_SIZE[size], timeout_seconds=240)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("size", "task"), [(size, task) for size, names in tasks.BY_SIZE.items() for task in names])
+def test_on_every_rank(size: int, task: str) -> None:
+    failed = {rank: found[task] for rank, found in enumerate(failures(size)) if found[task]}
+    assert not failed, "\n".join(f"rank {rank}:\n{text}" for rank, text in failed.items())
+
+
+def test_without_a_process_group() -> None:
+    with pytest.raises(rs.RingError, match="no process group is initialised: start with torchrun"):
+        rs.Ring()
+    with pytest.raises(ValueError, match="layout='round'"):
+        rs.Ring(layout="round")  # type: ignore[arg-type]
