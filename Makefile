@@ -10,7 +10,7 @@ READY := $(VENV)/ready
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{ printf "  make %-9s %s\n", $$1, $$2 }'
 
-run: $(READY)  ## dilated attention at a long length, and its error against the dense oracle at a short one
+run: $(READY)  ## one long sequence over two local processes, beside one, with the error against a dense oracle
 	@$(BIN)/python -m ringspan.demo
 
 test: lint  ## lint, types and tests
@@ -24,8 +24,9 @@ lint: $(READY)  ## lint and types only
 figures: $(READY)  ## draw the pictures of the docs again
 	@$(BIN)/python docs/draw_figures.py
 
-bench: $(READY)  ## measure speed and memory (about half an hour; keep the machine quiet)
+bench: $(READY)  ## measure speed and memory (about an hour; keep the machine quiet)
 	@$(BIN)/python -m benchmarks.one_device
+	@$(BIN)/python -m benchmarks.ring
 
 clean:  ## remove .venv and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

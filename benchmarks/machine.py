@@ -43,17 +43,17 @@ class Stopwatch:
     foreign_cores: float = 0.0
 
     def __enter__(self) -> Stopwatch:
-        self._busy, self._own = _busy_seconds(), _own_seconds()
+        self._busy, self._own = busy_seconds(), _own_seconds()
         self._start = time.perf_counter()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.seconds = time.perf_counter() - self._start
-        foreign = (_busy_seconds() - self._busy) - (_own_seconds() - self._own)
+        foreign = (busy_seconds() - self._busy) - (_own_seconds() - self._own)
         self.foreign_cores = max(0.0, foreign / self.seconds)
 
 
-def _busy_seconds() -> float:
+def busy_seconds() -> float:
     times = psutil.cpu_times()
     return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0))
 

@@ -57,8 +57,7 @@ def _child(
 
 
 def median_time(call: Callable[[], Any], trials: int) -> float:
-    """Median wall time of a call, after one that warms up."""
-    call()
+    """Median wall time of a call that is already warm."""
     times = []
     for _ in range(trials):
         start = time.perf_counter()

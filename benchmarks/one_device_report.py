@@ -9,9 +9,9 @@ from typing import Any
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 from rich.console import Console
-from rich.table import Table
 
-Cells = list[list[str]]
+from benchmarks.tables import Cells, markdown_table, rich_table, yes
+
 MODES = {"forward": "forward", "both": "forward + backward"}
 ASKED_SHARE = {"forward": 0.93, "both": 0.95}
 ASKED_GROWTH = 2.1
@@ -54,8 +54,8 @@ def write_report(results: dict[str, Any], machine: str, root: Path, console: Con
         "![Time and memory beside torch's own attention](figures/one_device.png)",
     ]
     for title, (text, cells) in tables.items():
-        console.print(_rich_table(title, cells))
-        page += ["", f"## {title}", "", text, "", *_markdown(cells)]
+        console.print(rich_table(title, cells))
+        page += ["", f"## {title}", "", text, "", *markdown_table(cells)]
     console.print(f"Machine: {machine}")
     (root / "docs/benchmarks.md").write_text("\n".join(page) + "\n")
     figure = root / "docs/figures/one_device.png"
@@ -72,7 +72,7 @@ def share_table(rows: list[dict[str, Any]]) -> Cells:
         cells.append(
             [
                 str(row["n"]),
-                _yes(row["causal"]),
+                yes(row["causal"]),
                 MODES[row["mode"]],
                 f"{ours:.2f} s",
                 f"{bare:.2f} s",
@@ -90,7 +90,7 @@ def growth_table(rows: list[dict[str, Any]]) -> Cells:
     for (n, causal, mode), seconds in medians.items():
         if (2 * n, causal, mode) in medians:
             ratio = medians[2 * n, causal, mode] / seconds
-            cells.append([str(n), str(2 * n), _yes(causal), MODES[mode], f"{ratio:.2f}"])
+            cells.append([str(n), str(2 * n), yes(causal), MODES[mode], f"{ratio:.2f}"])
     return cells
 
 
@@ -99,7 +99,7 @@ def peer_table(rows: list[dict[str, Any]]) -> Cells:
     cells = [["n", "causal", "implementation", "time", "ours is faster by", "peak memory", "ours is smaller by"]]
     for row in rows:
         ref = ours[row["n"], row["causal"]]
-        start = [str(row["n"]), _yes(row["causal"]), row["name"]]
+        start = [str(row["n"]), yes(row["causal"]), row["name"]]
         if row["failure"]:
             cells.append([*start, row["failure"], "", "", ""])
             continue
@@ -112,7 +112,7 @@ def peer_table(rows: list[dict[str, Any]]) -> Cells:
 def memory_table(rows: list[dict[str, Any]]) -> Cells:
     cells = [["n", "causal", "beyond inputs, output and lse"]]
     return cells + [
-        [str(r["n"]), _yes(r["causal"]), r["failure"] or f"{r['beyond_results_bytes'] / 2**20:.1f} MiB"] for r in rows
+        [str(r["n"]), yes(r["causal"]), r["failure"] or f"{r['beyond_results_bytes'] / 2**20:.1f} MiB"] for r in rows
     ]
 
 
@@ -146,19 +146,3 @@ def _bar(axis: Axes, x: float, row: dict[str, Any], key: str, scale: float, name
     value, (colour, hatch) = row[key] / scale, STYLES[name]
     axis.bar(x, value, 0.26, color=colour, hatch=hatch, edgecolor="white", label=name if label else None)
     axis.text(x, value, f"{value:.2g}" if value < 10 else f"{value:.0f}", ha="center", va="bottom", fontsize=8)
-
-
-def _yes(flag: bool) -> str:
-    return "yes" if flag else "no"
-
-
-def _rich_table(title: str, cells: Cells) -> Table:
-    table = Table(*cells[0], title=title, title_justify="left")
-    for row in cells[1:]:
-        table.add_row(*row)
-    return table
-
-
-def _markdown(cells: Cells) -> list[str]:
-    lines = ["| " + " | ".join(row) + " |" for row in cells]
-    return [lines[0], "|" + " --- |" * len(cells[0]), *lines[1:]]

@@ -1,5 +1,5 @@
 import ringspan as rs
-from ringspan.draw import draw_pattern
+from ringspan.draw import draw_pattern, draw_schedule
 from ringspan.oracle import multiplicity
 
 
@@ -13,3 +13,16 @@ def test_a_picture_shows_the_counts_of_every_head() -> None:
         assert mesh.get_array().reshape(16, 16).tolist() == count[head].tolist()
     assert figure.get_suptitle() == "segments x rates: 4 x 1, 8 x 2, causal, n = 16"
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["not seen", "counts once", "counts twice"]
+
+
+def test_a_schedule_names_whose_rows_arrive_when() -> None:
+    figure = draw_schedule(rs.plan(rs.Full(), 4096, ring_size=3, layout="contiguous", causal=True))
+    texts = [text.get_text() for text in figure.axes[0].texts]
+    assert texts == [
+        "1 tiles",
+        "1 tiles",
+        "rows of rank 0\n5.3 MiB",
+        "1 tiles",
+        "rows of rank 1\n5.3 MiB",
+        "rows of rank 0\n5.3 MiB",
+    ]

@@ -1,4 +1,4 @@
-"""Pictures of patterns: who sees what. Needs matplotlib (``pip install 'ringspan[plot]'``)."""
+"""Pictures: who sees what, and which rank does what when. Needs matplotlib (``pip install 'ringspan[plot]'``)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ringspan.geometry import Full, Pattern
 from ringspan.oracle import multiplicity
+from ringspan.planning import Hop, RingPlan
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -52,6 +53,52 @@ def draw_pattern(pattern: Pattern, n: int, kv_heads: int = 1, *, causal: bool = 
     )
     figure.suptitle(_title(pattern, n, causal), fontsize=11)
     return figure
+
+
+def draw_schedule(plan: RingPlan) -> Figure:
+    """Ranks (down) against hops (across): whose rows each rank works on, how much work that is, and what arrives.
+
+    >>> import ringspan as rs
+    >>> ring = rs.plan(rs.Dilated((64, 256), (1, 4)), 256, ring_size=4, causal=True)
+    >>> draw_schedule(ring).savefig("/dev/null", format="png")
+    """
+    from matplotlib import colormaps  # noqa: PLC0415
+    from matplotlib.figure import Figure  # noqa: PLC0415
+    from matplotlib.patches import Rectangle  # noqa: PLC0415
+
+    ranks = [plan.rank(rank) for rank in range(plan.layout.ring_size)]
+    hops = max(len(rank.hops) for rank in ranks)
+    pairs = [[sum(tile.pairs for tile in hop.tiles) for hop in rank.hops] for rank in ranks]
+    most = max(max(row) for row in pairs) or 1
+    figure = Figure(figsize=(2.1 * hops + 1.2, 0.85 * len(ranks) + 1.6), layout="constrained")
+    axis = figure.subplots()
+    colours = colormaps["Blues"]
+    for rank in ranks:
+        for number, hop in enumerate(rank.hops):
+            share = pairs[rank.rank][number] / most
+            axis.add_patch(Rectangle((number + 0.04, rank.rank + 0.06), 0.92, 0.88, color=colours(0.85 * share)))
+            text = _hop_text(hop, number, plan.sizes.parcel_row_bytes)
+            colour = "white" if share > 0.6 else "black"
+            axis.text(number + 0.5, rank.rank + 0.5, text, ha="center", va="center", fontsize=8, color=colour)
+    axis.set(xlim=(0, hops), ylim=(len(ranks), 0), ylabel="rank")
+    axis.set_xticks([i + 0.5 for i in range(hops)], ["own rows", *(f"hop {i}" for i in range(1, hops))])
+    axis.set_yticks([i + 0.5 for i in range(len(ranks))], [str(i) for i in range(len(ranks))])
+    axis.tick_params(length=0)
+    axis.spines[:].set_visible(False)
+    title = f"{_title(plan.pattern, plan.layout.rows, plan.causal)}, {plan.layout.name}"
+    axis.set_title(f"{title}\ndarker: more work; imbalance {plan.imbalance:.2f}", fontsize=10)
+    return figure
+
+
+def _hop_text(hop: Hop, number: int, row_bytes: int) -> str:
+    """What a rank does at a hop: whose parcels it computes, and how many bytes they are."""
+    if number == 0:
+        return f"{len(hop.tiles)} tiles"
+    if not hop.receives:
+        return "nothing"
+    owners = ", ".join(str(owner) for owner in sorted({message.parcel.owner for message in hop.receives}))
+    received = sum(message.parcel.rows for message in hop.receives) * row_bytes
+    return f"rows of rank {owners}\n{received / 2**20:.2g} MiB"
 
 
 def _places(n: int) -> range:

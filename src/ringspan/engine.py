@@ -39,15 +39,17 @@ def walk_forward(
     query_side = {"q": q, "out": out, "lse": lse.transpose(1, 2)}
     row_bytes = dim * (q.element_size() + (0 if q.dtype == wide else wide.itemsize))
 
-    def compute(hop: Hop, here: dict[Parcel, Tensor]) -> Walk:
+    def compute(number: int, hop: Hop, here: dict[Parcel, Tensor]) -> Walk:
         for tile in hop.tiles:
             keys, values = (k, v) if tile.parcel is None else parcel_rows(here[tile.parcel], k.shape[2])
             for x, causal in _calls(tile, query_side, {"k": keys, "v": values}, kernel, row_bytes):
                 part, part_lse = kernel.forward(x["q"], x["k"], x["v"], causal, scale)
-                merge_(x["out"], x["lse"], part, part_lse)
+                with mail.counters.holding(part, part_lse):
+                    merge_(x["out"], x["lse"], part, part_lse)
         yield from ()
 
-    yield from travel(plan, mail, k, v, compute)
+    with mail.counters.holding(q, k, v, out, lse):
+        yield from travel(plan, mail, k, v, compute)
     return out.to(q.dtype), lse
 
 
@@ -87,7 +89,7 @@ def walk_backward(
     packings = {packing.parcel: packing for packing in plan.packings}
     homeward: list[tuple[Flight, list[Tensor], list[tuple[Parcel, Tensor]]]] = []
 
-    def compute(hop: Hop, here: dict[Parcel, Tensor]) -> Walk:
+    def compute(number: int, hop: Hop, here: dict[Parcel, Tensor]) -> Walk:
         away = {message.parcel: buffers.take(message.parcel).zero_() for message in hop.receives if own_grads}
         for tile in hop.tiles:
             key_side = {"k": k, "v": v, **own_grads}
@@ -98,17 +100,19 @@ def walk_backward(
             for x, causal in _calls(tile, query_side, key_side, kernel, row_bytes):
                 if grad_out is not None:
                     operands = (x["grad_out"], x["q"], x["k"], x["v"], x["out"], x["lse"])
-                    _add_shares(x, kernel.backward(*operands, causal, scale, needs))
+                    shares = kernel.backward(*operands, causal, scale, needs)
+                    with mail.counters.holding(*shares):
+                        _add_shares(x, shares)
                 if grad_lse is not None:
                     _add_shares(x, _lse_shares(x, causal, scale, kernel, needs))
         yield from come_home()
         if own_grads:
-            send_home(hop, away)
+            send_home(number, hop, away)
 
-    def send_home(hop: Hop, away: dict[Parcel, Tensor]) -> None:
+    def send_home(number: int, hop: Hop, away: dict[Parcel, Tensor]) -> None:
         coming = [(message, buffers.take(message.parcel)) for message in hop.homecoming]
         sends = [(message.parcel.owner, away[message.parcel]) for message in hop.receives]
-        flight = mail.post(sends, [(m.peer, buffer) for m, buffer in coming], "gradients of parcels")
+        flight = mail.post(sends, [(m.peer, buffer) for m, buffer in coming], f"gradients of hop {number}")
         homeward.append((flight, [*away.values()], [(m.parcel, buffer) for m, buffer in coming]))
 
     def come_home() -> Walk:
@@ -119,8 +123,9 @@ def walk_backward(
                 add_home_(packings[parcel], buffer, own_grads)
             buffers.give_back([*gone, *(buffer for _, buffer in come)])
 
-    yield from travel(plan, mail, k, v, compute)
-    yield from come_home()
+    with mail.counters.holding(q, k, v, out, lse, grad_out, grad_lse, dq, dk, dv):
+        yield from travel(plan, mail, k, v, compute)
+        yield from come_home()
     buffers.release()
     return tuple(None if grad is None else grad.to(q.dtype) for grad in (dq, dk, dv))  # type: ignore[return-value]
 

@@ -18,7 +18,7 @@ from ringspan import kernels
 from ringspan.engine import walk_backward, walk_forward
 from ringspan.geometry import Documents, Pattern, parse_pattern, unselected_row
 from ringspan.layout import Layout
-from ringspan.planning import Passing, RankPlan, plan_rank
+from ringspan.planning import Hop, Passing, RankPlan, plan_rank
 from ringspan.ring.notes import digest
 from ringspan.ring.players import Players
 from ringspan.ring.registry import find
@@ -32,11 +32,13 @@ def _players(ring: str) -> Players:
 
 
 def _plan(
-    rank: int, layout: Layout, kv_heads: int, lengths: Tensor | None, pattern: str, causal: bool, passing: Passing
+    rank: int, layout: Layout, k: Tensor, lengths: Tensor | None, pattern: str, causal: bool, passing: Passing
 ) -> RankPlan:
     documents = Documents((layout.rows,) if lengths is None else tuple(lengths.tolist()))
     documents.check_rows(layout.rows)
-    return plan_rank(parse_pattern(pattern), documents, layout, rank, kv_heads, causal, passing)
+    if k.shape[0] == 0:  # an empty batch: nothing to compute and nothing to send
+        return RankPlan(rank, layout.rows_of(rank), k.shape[2], (Hop(),), ())
+    return plan_rank(parse_pattern(pattern), documents, layout, rank, k.shape[2], causal, passing)
 
 
 def _note(q: Tensor, k: Tensor, lengths: Tensor | None, needs: Sequence[bool], **values: Any) -> dict[str, Any]:
@@ -83,7 +85,7 @@ def attention_op(
     _warn_if_unselected(parse_pattern(pattern), layout.rows, k.shape[2])
     walks = [
         walk_forward(
-            _plan(rank, layout, k.shape[2], lengths, pattern, causal, players.passing),
+            _plan(rank, layout, k, lengths, pattern, causal, players.passing),
             mail,
             *tensors,
             scale=scale,
@@ -131,7 +133,7 @@ def attention_backward_op(
     tensors = [(grad_out, 1), (grad_lse, 2), (q, 1), (k, 1), (v, 1), (out, 1), (lse, 2)]
     walks = [
         walk_backward(
-            _plan(rank, layout, k.shape[2], lengths, pattern, causal, players.passing),
+            _plan(rank, layout, k, lengths, pattern, causal, players.passing),
             mail,
             *parts,
             scale=scale,

@@ -41,7 +41,7 @@ class Buffers:
         else:
             self._let_go(size)
             memory = self._like.new_empty(size, dtype=self._dtype)
-            self._counters.hold(memory.nbytes)
+            self._counters.hold_parcel(memory.nbytes)
         self._lent[memory.data_ptr()] = memory
         return memory[:size].view(shape)
 
@@ -52,13 +52,13 @@ class Buffers:
         """Make room for a new buffer: as much unused memory goes as will come."""
         while self._free and size > 0:
             memory = self._free.pop()
-            self._counters.hold(-memory.nbytes)
+            self._counters.hold_parcel(-memory.nbytes)
             size -= memory.numel()
 
     def release(self) -> None:
         """The walk is over: whatever is left goes."""
         for memory in (*self._free, *self._lent.values()):
-            self._counters.hold(-memory.nbytes)
+            self._counters.hold_parcel(-memory.nbytes)
         self._free, self._lent = [], {}
 
 
@@ -70,7 +70,7 @@ def parcel_rows(buffer: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
 
 
 def travel(
-    plan: RankPlan, mail: Mail, k: Tensor, v: Tensor, compute: Callable[[Hop, dict[Parcel, Tensor]], Walk]
+    plan: RankPlan, mail: Mail, k: Tensor, v: Tensor, compute: Callable[[int, Hop, dict[Parcel, Tensor]], Walk]
 ) -> Walk:
     """Walk the hops: wait for this one's parcels, post the next one's, compute. ``k`` and ``v`` are the rank's rows."""
     buffers = Buffers(mail, k, k.dtype)
@@ -99,7 +99,7 @@ def travel(
             packed.clear()
             buffers.give_back([here.pop(parcel) for parcel in [*here] if last_hop[parcel] <= number])
             flight = post(number + 1)
-        yield from compute(hop, here)
+        yield from compute(number, hop, here)
     buffers.release()
 
 

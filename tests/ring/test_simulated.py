@@ -1,5 +1,7 @@
 """Simulated rings against the dense oracle, and against no ring at all."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -86,6 +88,19 @@ def test_counters_equal_the_plan(layout: str, passing: str, causal: bool) -> Non
     assert [c.bytes_sent for c in sim.counters] == [plan.bytes_sent(r, backward=True) for r in range(5)]
     assert [c.bytes_received for c in sim.counters] == [plan.bytes_received(r, backward=True) for r in range(5)]
     assert all(c.live_parcel_bytes == 0 for c in sim.counters)
+
+
+def test_live_bytes_of_a_virtual_rank_fall_with_the_ring() -> None:
+    q, k, v = inputs(1, 4096, 2, 1, 32)
+    peaks = []
+    for size in (1, 2, 4, 8):
+        sim = rs.SimulatedRing(size)
+        rs.attention(q, k, v, pattern=rs.Full(), causal=True, ring=sim).sum().backward()
+        peaks.append(max(counters.peak_bytes for counters in sim.counters))
+        assert all(counters.live_bytes == 0 for counters in sim.counters)
+    rows = 4096 * 2 * (8 * 32 + 1) * 8  # q, k, v, out, its gradient, dq, dk, dv and lse
+    assert rows < peaks[0] < rows + 16 * 2**20 + 2**20
+    assert all(later < 0.75 * earlier for earlier, later in pairwise(peaks))
 
 
 def test_changing_a_token_changes_what_may_see_it_and_nothing_else() -> None:

@@ -5,7 +5,8 @@ Knows tensors and peers, but no plan, no kernel and no softmax.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,7 +35,11 @@ class Mail(Protocol):
 
 @dataclass
 class Counters:
-    """What really went over the wire, and what it cost: so that a user can see that the ring is real."""
+    """What really went over the wire, and what it cost: so that a user can see that the ring is real.
+
+    ``peak_parcel_bytes`` is the most memory that buffers of parcels took at a time; ``peak_bytes`` adds the rank's rows
+    of every tensor, the accumulators, and the results of kernel calls, for as long as a walk held each of them.
+    """
 
     bytes_sent: int = 0
     bytes_received: int = 0
@@ -43,6 +48,8 @@ class Counters:
     waiting_seconds: float = 0.0
     live_parcel_bytes: int = 0
     peak_parcel_bytes: int = 0
+    live_bytes: int = 0
+    peak_bytes: int = 0
 
     def count(self, sends: Letters, receives: Letters) -> None:
         self.messages_sent += len(sends)
@@ -50,7 +57,22 @@ class Counters:
         self.bytes_sent += sum(buffer.nbytes for _, buffer in sends)
         self.bytes_received += sum(buffer.nbytes for _, buffer in receives)
 
-    def hold(self, buffer_bytes: int) -> None:
-        """A parcel's buffer came into use or, if negative, went out of it."""
+    def hold_parcel(self, buffer_bytes: int) -> None:
+        """A buffer for parcels was made or, if negative, let go."""
         self.live_parcel_bytes += buffer_bytes
         self.peak_parcel_bytes = max(self.peak_parcel_bytes, self.live_parcel_bytes)
+        self._hold(buffer_bytes)
+
+    @contextmanager
+    def holding(self, *tensors: Tensor | None) -> Iterator[None]:
+        """Count tensors for as long as the block lasts."""
+        size = sum(x.nbytes for x in tensors if x is not None)
+        self._hold(size)
+        try:
+            yield
+        finally:
+            self._hold(-size)
+
+    def _hold(self, more: int) -> None:
+        self.live_bytes += more
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)

@@ -27,8 +27,7 @@ class SimulatedRing:
         size: how many virtual ranks.
         layout, passing: as for `Ring`.
 
-    After a call, ``counters[rank]`` says what each rank sent and received, and the peak of its live parcels;
-    ``peak_bytes[rank]`` adds its own rows.
+    After a call, ``counters[rank]`` says what each virtual rank sent and received, and the peak of its live bytes.
 
     >>> import torch, ringspan as rs
     >>> sim = rs.SimulatedRing(3)

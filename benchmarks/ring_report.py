@@ -1,0 +1,195 @@
+"""Tables and plots from what `ring.py` measured: printed, and written to docs/ring_results.md."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from matplotlib import pyplot
+from rich.console import Console
+
+from benchmarks.tables import Cells, markdown_table, rich_table, yes
+
+SPEED_TEXT = """\
+One thread a rank, trials interleaved, medians, the slower rank counting. The ceiling is 2 t1 / t2, where t1 is one
+process that computes the whole alone, and t2 two processes that each compute the whole at the same time without any
+communication: what caches and memory leave of 2. Asked: at least 0.95 of the ceiling, and 1.8 x. The spread is that of
+single rounds."""
+PEER_TEXT = """\
+Plain attention on the same two ranks, in the same run: time over ringspan's. Asked: at least 0.97 x for torch's own
+ring, at least 2.5 x for ring-attention-pytorch, and 5 x under causality."""
+MEMORY_TEXT = """\
+Fresh processes, 8 heads of 64, fp32, causal, forward and backward, each rank making only its own rows: peak growth of a
+rank. Asked: a at most 64 MiB, b within 10 % of the growth at k = 1."""
+MODES = {"forward": "forward", "both": "forward + backward"}
+
+
+def write_report(results: dict[str, Any], machine: str, root: Path, console: Console) -> None:
+    """Print every table, and write docs/ring_results.md and its figures."""
+    fits = {name: fit([r for r in results["memory"] if r["name"] == name]) for name in ("dilated", "full")}
+    tables = {
+        "Speed: two ranks against one": (SPEED_TEXT, speed_table(results["speed"])),
+        "Other rings": (PEER_TEXT, peer_table(results["speed"])),
+        "Memory by ring size": (
+            f"{MEMORY_TEXT} Fitted as a + b / k: {'; '.join(_fit_text(name, *found) for name, found in fits.items())}.",
+            memory_table(results["memory"]),
+        ),
+        "Bytes on the wire": (
+            f"Segments (2048, 8192, 32768), rates (1, 4, 16), n = {results['bytes']['n']}, "
+            f"{results['bytes']['ranks']} ranks, 8 heads of 64, fp32; bytes sent by all ranks together. The loopback "
+            "interface counts frames, acknowledgements and two barriers too.",
+            bytes_table(results["bytes"]),
+        ),
+        "Error by ring size": (
+            "Relative error (2-norm) against the dense fp64 oracle, 1,024 tokens, simulated rings.",
+            error_table(results["error"]),
+        ),
+    }
+    page = ["# The ring, measured", "", "Written by `make bench`; do not edit.", "", f"Machine: {machine}.", ""]
+    page += ["![Memory and error by ring size](figures/ring_memory.png)"]
+    for title, (text, cells) in tables.items():
+        console.print(rich_table(title, cells))
+        page += ["", f"## {title}", "", text, "", *markdown_table(cells)]
+    (root / "docs/ring_results.md").write_text("\n".join(page) + "\n")
+    draw(results, fits, machine, root / "docs/figures/ring_memory.png")
+    console.print(f"Machine: {machine}\nWritten: docs/ring_results.md and docs/figures/ring_memory.png")
+
+
+def speed_table(rows: list[dict[str, Any]]) -> Cells:
+    cells = [
+        ["pattern", "n", "causal", "pass", "alone", "ring of 2", "speed-up", "ceiling", "of the ceiling", "spread"]
+    ]
+    for row in rows:
+        times = row["seconds"]
+        alone, two, ring = (statistics.median(times[name]) for name in ("alone", "two alone", "ring"))
+        rounds = [t2 / (2 * r) for t2, r in zip(times["two alone"], times["ring"], strict=True)]
+        cells.append(
+            [
+                row["name"],
+                str(row["n"]),
+                yes(row["causal"]),
+                MODES[row["mode"]],
+                f"{alone:.2f} s",
+                f"{ring:.2f} s",
+                f"{alone / ring:.2f} x",
+                f"{2 * alone / two:.2f} x",
+                f"{two / (2 * ring):.2f}",
+                f"{min(rounds):.2f} - {max(rounds):.2f}",
+            ]
+        )
+    return cells
+
+
+def peer_table(rows: list[dict[str, Any]]) -> Cells:
+    cells = [["n", "causal", "pass", "ringspan", "torch's ring", "ring-attention-pytorch"]]
+    for row in rows:
+        times = {name: statistics.median(seconds) for name, seconds in row["seconds"].items()}
+        if "torch" not in times:
+            continue
+        peers = [
+            f"{times[name]:.2f} s: {times[name] / times['ring']:.2f} x" if name in times else "not installed"
+            for name in ("torch", "ring-attention-pytorch")
+        ]
+        cells.append([str(row["n"]), yes(row["causal"]), MODES[row["mode"]], f"{times['ring']:.2f} s", *peers])
+    return cells
+
+
+def fit(rows: list[dict[str, Any]]) -> tuple[float, float, float]:
+    """Least squares of the largest peak of each ring size as a + b / k; also the growth at k = 1."""
+    xs = [1 / row["ring_size"] for row in rows]
+    ys = [float(max(row["peak_bytes"])) for row in rows]
+    slope, intercept = statistics.linear_regression(xs, ys)
+    return intercept, slope, ys[xs.index(1.0)]
+
+
+def _fit_text(name: str, a: float, b: float, one: float) -> str:
+    return f"{name}: a = {a / 2**20:.0f} MiB, b = {b / 2**20:,.0f} MiB ({b / one:.2f} of the growth at k = 1)"
+
+
+def memory_table(rows: list[dict[str, Any]]) -> Cells:
+    cells = [["pattern", "n", "ranks", "largest peak", "smallest peak"]]
+    for row in rows:
+        peaks = [f"{peak / 2**20:,.0f} MiB" for peak in (max(row["peak_bytes"]), min(row["peak_bytes"]))]
+        cells.append([row["name"], str(row["n"]), str(row["ring_size"]), *peaks])
+    return cells
+
+
+def bytes_table(found: dict[str, Any]) -> Cells:
+    cells = [["layout", "causal", "pass", "planned", "counted by the ranks", "loopback interface", "of a plain ring"]]
+    for row in found["rows"]:
+        for what in ("forward", "backward"):
+            figures = row[what]
+            plain = found["plain_ring"] * (1 if what == "forward" else 2)
+            over = f" (+{figures['wire'] / figures['counted'] - 1:.1%})" if figures["counted"] else ""
+            cells.append(
+                [
+                    row["layout"],
+                    yes(row["causal"]),
+                    what,
+                    f"{figures['planned']:,}",
+                    f"{figures['counted']:,}",
+                    f"{figures['wire']:,}{over}",
+                    f"{figures['planned'] / plain:.1%}",
+                ]
+            )
+    plain = f"{found['plain_ring']:,}"
+    cells.append(["plain ring of K and V", "no", "forward", plain, "", "", "100.0%"])
+    cells.append(["all-gather of K and V", "no", "forward", f"{found['all_gather']:,}", "", "", "100.0%"])
+    return cells
+
+
+def error_table(rows: list[dict[str, Any]]) -> Cells:
+    cells = [["dtype", "ranks", "output", "gradients"]]
+    return cells + [
+        [r["dtype"].removeprefix("torch."), str(r["ring_size"]), f"{r['output']:.2e}", f"{r['gradients']:.2e}"]
+        for r in rows
+    ]
+
+
+def draw(results: dict[str, Any], fits: dict[str, tuple[float, float, float]], machine: str, path: Path) -> None:
+    """Left: peak memory of a rank by ring size, with the fit. Right: error by ring size."""
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    for name, colour, marker in (("dilated", "#0072B2", "o"), ("full", "#E69F00", "s")):
+        rows = [r for r in results["memory"] if r["name"] == name]
+        sizes = [r["ring_size"] for r in rows]
+        left.plot(
+            sizes,
+            [max(r["peak_bytes"]) / 2**20 for r in rows],
+            marker,
+            color=colour,
+            label=f"{name}, n = {rows[0]['n']:,}",
+        )
+        a, b, _ = fits[name]
+        curve = [1 + i * 0.1 for i in range(71)]
+        left.plot(
+            curve,
+            [(a + b / k) / 2**20 for k in curve],
+            color=colour,
+            linewidth=1,
+            label=f"{a / 2**20:.0f} + {b / 2**20:,.0f} / k MiB",
+        )
+    left.set(
+        xlabel="ranks k", ylabel="peak memory of a rank (MiB, log scale)", title="Memory falls as 1/k", yscale="log"
+    )
+    left.set_xticks([1, 2, 4, 8])
+    left.legend(frameon=False)
+    for dtype, colour in (("torch.float32", "#0072B2"), ("torch.bfloat16", "#E69F00")):
+        rows = [r for r in results["error"] if r["dtype"] == dtype]
+        for key, style in (("output", "-o"), ("gradients", "--s")):
+            label = f"{dtype.removeprefix('torch.')}, {key}"
+            right.plot(
+                [r["ring_size"] for r in rows], [r[key] for r in rows], style, color=colour, markersize=4, label=label
+            )
+    right.set(
+        xlabel="ranks k",
+        ylabel="relative error (log scale)",
+        title="The error does not grow with the ring",
+        yscale="log",
+    )
+    right.legend(frameon=False, fontsize=8)
+    for axis in (left, right):
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.supxlabel(f"8 heads of 64, fp32, causal, forward and backward; {machine}", fontsize=8, color="#555555")
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
