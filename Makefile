@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
+PEERS := $(VENV)/peers
 
 .DEFAULT_GOAL := help
 .PHONY: help run test lint figures bench clean
@@ -24,7 +25,7 @@ lint: $(READY)  ## lint and types only
 figures: $(READY)  ## draw the pictures of the docs again
 	@$(BIN)/python docs/draw_figures.py
 
-bench: $(READY)  ## measure speed and memory (about an hour; keep the machine quiet)
+bench: $(PEERS)  ## measure speed and memory (about an hour; keep the machine quiet)
 	@$(BIN)/python -m benchmarks.one_device
 	@$(BIN)/python -m benchmarks.ring
 
@@ -36,4 +37,8 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Setting up $(VENV) (once; about a minute) ..."
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(PEERS): $(READY)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[peers]'
 	@touch $@

@@ -74,24 +74,31 @@ class Ringspan:
 def kernel_share(lengths: list[int], trials: int, progress: Progress) -> list[dict[str, Any]]:
     """Times of both, trial by trial in turn; the share is bare time over ours."""
     rows = []
-    rounds = {n: trials if n == lengths[0] else max(2, trials - 2) for n in lengths}
-    task = progress.add_task("share of the bare kernel", total=4 * sum(rounds.values()))
+
+    def trials_of(n: int) -> dict[str, int]:
+        """More of what is short: forward passes, and the first length."""
+        usual = trials if n == lengths[0] else max(2, trials - 2)
+        return {"forward": 2 * usual, "both": usual}
+
+    task = progress.add_task("share of the bare kernel", total=2 * sum(sum(trials_of(n).values()) for n in lengths))
     for n in lengths:
         for causal in (False, True):
             sides = {side.name: side(n, peers.pattern_up_to(), causal) for side in (Ringspan, BareKernel)}
-            for mode in ("forward", "both"):
+            for mode, rounds in trials_of(n).items():
                 calls = {name: getattr(side, mode) for name, side in sides.items()}
-                rows.append(dict(n=n, causal=causal, mode=mode, **interleaved(calls, rounds[n], progress, task)))
+                rows.append(
+                    dict(n=n, causal=causal, mode=mode, **interleaved(calls, rounds, progress, task, n == lengths[0]))
+                )
             del sides, calls
     return rows
 
 
 def interleaved(
-    calls: dict[str, Callable[[], Any]], trials: int, progress: Progress, task: Any
+    calls: dict[str, Callable[[], Any]], trials: int, progress: Progress, task: Any, warm_up: bool
 ) -> dict[str, list[float]]:
-    """Seconds of each call, in turn: first one round to warm up, then ``trials`` rounds."""
+    """Seconds of each call, in turn: a round to warm up if asked for, then ``trials`` rounds."""
     times: dict[str, list[float]] = {name: [] for name in (*calls, "foreign_cores")}
-    for trial in range(trials + 1):
+    for trial in range(0 if warm_up else 1, trials + 1):
         round_times: dict[str, float] = {}
         foreign = 0.0
         for _ in range(MOST_REPEATS):

@@ -21,6 +21,7 @@ from rich.progress import Progress
 import ringspan as rs
 from benchmarks import ring_tasks
 from benchmarks.machine import describe_machine, one_line
+from benchmarks.peers import DIM, HEADS
 from benchmarks.ring_report import write_report
 from ringspan.oracle import dense_attention
 from ringspan.processes import run_local_ranks
@@ -60,7 +61,7 @@ def wire(quick: bool, progress: Progress) -> dict[str, Any]:
     n = 4096 if quick else 32768
     rows = run_local_ranks(4, ring_tasks.measure_bytes, PATTERN, n, timeout_seconds=600)[0]
     progress.advance(task)
-    row_bytes = 2 * ring_tasks.HEADS * ring_tasks.DIM * 4
+    row_bytes = 2 * HEADS * DIM * 4
     plain = n * 3 * row_bytes  # every shard visits the three other ranks, undilated
     return dict(n=n, ranks=4, rows=rows, plain_ring=plain, all_gather=plain)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +69,7 @@ def measure_speed(case: Case, trials: int) -> dict[str, dict[str, list[float]]]:
     for mode in MODES:
         for trial in range(trials + 1):
             for name, (call, everybody) in calls.items():
-                seconds = _undisturbed(
-                    lambda call=call, mode=mode: call(mode), everybody, tries=MOST_REPEATS if trial else 1
-                )
+                seconds = _undisturbed(partial(call, mode), everybody, tries=MOST_REPEATS if trial else 1)
                 if trial:  # the first round warms up
                     found[mode][name].append(seconds)
     return found
@@ -139,7 +138,7 @@ def measure_bytes(pattern: rs.Pattern, n: int) -> list[dict[str, Any]]:
     rows = []
     for layout in ("contiguous", "zigzag"):
         for causal in (False, True):
-            ring = rs.Ring(layout=layout)  # type: ignore[arg-type]
+            ring = rs.Ring(layout=layout)
             held = ring.layout_of(n).rows_of(ring.rank)
             tensors = [torch.randn(1, held, HEADS, DIM, requires_grad=True) for _ in range(3)]
             plan = rs.plan(pattern, n, ring_size=ring.size, layout=ring.layout, causal=causal, heads=HEADS, dim=DIM)

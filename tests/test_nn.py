@@ -73,3 +73,7 @@ def test_modules_print_and_copy() -> None:
 
     layer = rs.nn.MultiheadDilatedAttention(32, 4, segment_lengths=[8], dilation_rates=[1])
     assert "segment_lengths=(8,)" in repr(copy.deepcopy(layer))
+    ring = rs.SimulatedRing(2)
+    spread = rs.nn.MultiheadDilatedAttention(32, 4, segment_lengths=[8], dilation_rates=[1], ring=ring)
+    assert copy.deepcopy(spread).attention.ring is ring
+    assert "ring=SimulatedRing(2, layout='zigzag', passing='relay')" in repr(spread)

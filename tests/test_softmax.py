@@ -2,7 +2,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringspan.softmax import merge_
+from ringspan.softmax import merge_, put_
 
 
 def partial(scores: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -19,6 +19,19 @@ def test_parts_merge_into_the_whole(sizes: list[int], spread: float) -> None:
     whole, whole_lse = partial(scores, values)
     torch.testing.assert_close(out, whole, rtol=0, atol=1e-12)
     torch.testing.assert_close(lse, whole_lse, rtol=1e-14, atol=1e-12)
+
+
+def test_putting_is_merging_into_nothing() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        part, part_lse = torch.randn(5, 3).to(dtype), torch.tensor([0.0, -3.0, -torch.inf, 80.0, torch.nan])
+        part[2] = 0
+        merged, lse = torch.zeros(5, 3), torch.full((5,), -torch.inf)
+        merge_(merged, lse, part, part_lse)
+        put, put_lse = torch.empty(5, 3), torch.empty(5)
+        put_(put, put_lse, part, part_lse)
+        assert torch.equal(put[:4], merged[:4])
+        assert torch.equal(put_lse[:4], lse[:4])
+        assert put_lse[4].isnan()
 
 
 def test_nothing_with_nothing_is_nothing() -> None:

@@ -16,9 +16,9 @@ from ringspan.kernels import Kernel, accumulation_dtype
 from ringspan.kernels.kernel import Needs
 from ringspan.planning import Hop, Parcel, RankPlan, Tile
 from ringspan.ring.mail import Flight, Mail
-from ringspan.softmax import merge_
+from ringspan.softmax import merge_, put_
 from ringspan.travel import Buffers, Walk, add_home_, parcel_rows, travel
-from ringspan.views import CallSize, Operands, blocks, comb_view, fold
+from ringspan.views import Block, CallSize, Operands, blocks, comb_view, fold
 
 # What the kernel calls of a tile may hold at a time: small enough to stay in cache, and the only memory
 # beside inputs, outputs, their accumulators and parcels.
@@ -34,18 +34,23 @@ def walk_forward(
     q, k, v = (_with_dense_rows(x) for x in (q, k, v))
     wide = accumulation_dtype(q.dtype)
     batch, rows, heads, dim = q.shape
-    out = q.new_zeros(q.shape, dtype=wide)
-    lse = q.new_full((batch, heads, rows), -torch.inf, dtype=wide)
+    out = q.new_empty(q.shape, dtype=wide)
+    lse = q.new_empty((batch, heads, rows), dtype=wide)
+    if not plan.starts_everywhere:
+        out.zero_()
+        lse.fill_(-torch.inf)
     query_side = {"q": q, "out": out, "lse": lse.transpose(1, 2)}
     row_bytes = dim * (q.element_size() + (0 if q.dtype == wide else wide.itemsize))
 
     def compute(number: int, hop: Hop, here: dict[Parcel, Tensor]) -> Walk:
         for tile in hop.tiles:
             keys, values = (k, v) if tile.parcel is None else parcel_rows(here[tile.parcel], k.shape[2])
-            for x, causal in _calls(tile, query_side, {"k": keys, "v": values}, kernel, row_bytes):
-                part, part_lse = kernel.forward(x["q"], x["k"], x["v"], causal, scale)
+            for x, block in _calls(tile, query_side, {"k": keys, "v": values}, kernel, row_bytes):
+                part, part_lse = kernel.forward(x["q"], x["k"], x["v"], block.causal, scale)
                 with mail.counters.holding(part, part_lse):
-                    merge_(x["out"], x["lse"], part, part_lse)
+                    combine_ = put_ if tile.fresh and block.first else merge_
+                    combine_(x["out"], x["lse"], part, part_lse)
+                del part, part_lse  # before the next call makes its own
         yield from ()
 
     with mail.counters.holding(q, k, v, out, lse):
@@ -97,14 +102,15 @@ def walk_backward(
                 key_side = dict(zip(("k", "v"), parcel_rows(here[tile.parcel], k.shape[2]), strict=True))
                 if own_grads:
                     key_side |= zip(("dk", "dv"), parcel_rows(away[tile.parcel], k.shape[2]), strict=True)
-            for x, causal in _calls(tile, query_side, key_side, kernel, row_bytes):
+            for x, block in _calls(tile, query_side, key_side, kernel, row_bytes):
                 if grad_out is not None:
                     operands = (x["grad_out"], x["q"], x["k"], x["v"], x["out"], x["lse"])
-                    shares = kernel.backward(*operands, causal, scale, needs)
+                    shares = kernel.backward(*operands, block.causal, scale, needs)
                     with mail.counters.holding(*shares):
                         _add_shares(x, shares)
+                    del shares  # before the next call makes its own
                 if grad_lse is not None:
-                    _add_shares(x, _lse_shares(x, causal, scale, kernel, needs))
+                    _add_shares(x, _lse_shares(x, block.causal, scale, kernel, needs))
         yield from come_home()
         if own_grads:
             send_home(number, hop, away)
@@ -132,8 +138,8 @@ def walk_backward(
 
 def _calls(
     tile: Tile, query_side: Operands, key_side: Operands, kernel: Kernel, row_bytes: int
-) -> Iterator[tuple[Operands, bool]]:
-    """The kernel calls of a tile: operands (x, y, rows[, dim]) by name, and whether the call is causal."""
+) -> Iterator[tuple[Operands, Block]]:
+    """The kernel calls of a tile: operands (x, y, rows[, dim]) by name, and which block of it they are."""
     group = query_side["q"].shape[2] // key_side["k"].shape[2]
     views = {name: comb_view(x, tile.queries, group) for name, x in query_side.items()}
     for name, x in key_side.items():
@@ -148,7 +154,7 @@ def _calls(
     for folded in fold(views, kernel.contract.zero_strides):
         for cut in size.cut(folded):
             for block in blocks(tile.queries.rows, tile.keys.rows, tile.causal, size.edge):
-                yield block.of(cut, query_side), block.causal
+                yield block.of(cut, query_side), block
 
 
 def _lse_shares(

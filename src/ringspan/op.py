@@ -80,8 +80,9 @@ def attention_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, lse, and the length of the whole sequence as the ranks agreed on it."""
     players = _players(ring)
-    note = _note(q, k, lengths, needs, pattern=pattern, causal=causal, scale=scale)
-    layout = players.agree(q.shape[1], note, seq_len, q)
+    layout = players.agree(
+        q.shape[1], lambda: _note(q, k, lengths, needs, pattern=pattern, causal=causal, scale=scale), seq_len, q
+    )
     _warn_if_unselected(parse_pattern(pattern), layout.rows, k.shape[2])
     walks = [
         walk_forward(
@@ -128,7 +129,7 @@ def attention_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v; an empty tensor for each that nobody needs."""
     players = _players(ring)
-    layout = players.agree(q.shape[1], {}, int(whole_rows), q)
+    layout = players.agree(q.shape[1], dict, int(whole_rows), q)
     need_q, need_k, need_v = needs
     tensors = [(grad_out, 1), (grad_lse, 2), (q, 1), (k, 1), (v, 1), (out, 1), (lse, 2)]
     walks = [
@@ -167,11 +168,10 @@ def _keep_for_backward(ctx: Any, inputs: Values, output: tuple[Tensor, Tensor, T
 def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: None) -> Values:
     q, k, v, out, lse, whole_rows, *lengths = ctx.saved_tensors
     needs = list(ctx.needs)
-    grads: Values = (None, None, None)
-    if grad_out is not None or grad_lse is not None:
-        grads = attention_backward_op(
-            grad_out, grad_lse, q, k, v, out, lse, whole_rows, lengths[0] if lengths else None, *ctx.values, needs
-        )
+    if grad_out is None and grad_lse is None:
+        grad_out = torch.zeros_like(out)  # other ranks may need this one's walk
+    packed = lengths[0] if lengths else None
+    grads = attention_backward_op(grad_out, grad_lse, q, k, v, out, lse, whole_rows, packed, *ctx.values, needs)
     no_grads = (None,) * (3 + len(ctx.values))
     return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), *no_grads
 

@@ -63,6 +63,11 @@ class Block:
     keys: Stretch
     causal: bool
 
+    @property
+    def first(self) -> bool:
+        """Whether it comes first for its query rows."""
+        return self.keys[0] == 0
+
     def of(self, operands: Operands, query_side: Operands) -> Operands:
         """The block's rows of operands (x, y, rows, ..), by the side that each is on."""
         return {name: x.narrow(2, *(self.queries if name in query_side else self.keys)) for name, x in operands.items()}

@@ -1,9 +1,11 @@
 import time
+from unittest import mock
 
 import pytest
 import torch
 
 import ringspan as rs
+from ringspan.planning.shared import SharedSegment
 
 PATTERN = rs.Dilated((2048, 8192, 32768), (1, 4, 16))
 
@@ -82,6 +84,17 @@ def test_a_rank_of_ten_thousand_is_planned_in_milliseconds() -> None:
     start = time.perf_counter()
     plan.rank(4711)
     assert time.perf_counter() - start < 0.5
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_planning_a_rank_costs_no_more_than_its_tiles(layout: str) -> None:
+    """A segment that the whole ring shares: a few questions for each of its parts, also at the ends of the ring."""
+    size = 1000
+    ring = rs.plan(rs.Full(), 10**6, ring_size=size, layout=layout, causal=True, heads=1)  # type: ignore[arg-type]
+    for rank in (0, size // 2, size - 1):
+        with mock.patch.object(SharedSegment, "meet", autospec=True, side_effect=SharedSegment.meet) as meet:
+            ring.rank(rank)
+        assert meet.call_count <= 24 * size
 
 
 def test_best_layout_says_why() -> None:

@@ -119,6 +119,21 @@ def test_messages_between_two_ranks_are_listed_in_one_order(ring: tuple) -> None
                 assert going == coming
 
 
+@given(rings())
+def test_fresh_tiles_are_the_first_for_their_rows(ring: tuple) -> None:  # type: ignore[type-arg]
+    plans, _, _ = ring
+    for plan in plans:
+        touched: set[tuple[int, int]] = set()
+        started: set[tuple[int, int]] = set()
+        for tile in plan.tiles:
+            rows = {(tile.queries.head + i, row) for i in range(tile.queries.heads) for row in tile.queries.lane(i)}
+            if tile.fresh:
+                assert not rows & touched
+                started |= rows
+            touched |= rows
+        assert plan.starts_everywhere == (len(started) == plan.rows * plan.kv_heads)
+
+
 def whole(pattern: rs.Pattern, n: int, kv_heads: int, causal: bool = True) -> RankPlan:
     return plan_rank(pattern, Documents((n,)), Layout("contiguous", n, 1), 0, kv_heads, causal)
 

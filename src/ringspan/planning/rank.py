@@ -47,7 +47,13 @@ class RankPlan:
         return sum(tile.pairs for hop in self.hops for tile in hop.tiles)
 
     @property
+    def starts_everywhere(self) -> bool:
+        """Whether every row of every head has a fresh tile, so that nothing need be there before."""
+        return sum(tile.queries.size for tile in self.tiles if tile.fresh) == self.rows * self.kv_heads
+
+    @property
     def tiles(self) -> tuple[Tile, ...]:
+        """All tiles, in the order in which they are computed."""
         return tuple(tile for hop in self.hops for tile in hop.tiles)
 
 
@@ -74,29 +80,34 @@ def plan_rank(
     for i in range(len(pattern.branches(documents.rows))):
         local: list[Tile] = []
         shared: dict[tuple[int, int], SharedSegment] = {}
-        for start, stop in documents.spans():
+        for start, stop, span in _held_documents(documents, spans):
             branch = pattern.branches(stop - start)[i]
             offsets = pattern.offsets(branch.rate, kv_heads)
-            for span in spans:
-                first, last = max(start, span.start), min(stop, span.stop)
-                if first >= last:
-                    continue
-                for piece in pieces(first - start, last - start, branch):
-                    begin = start + piece.start - piece.phase
-                    end = begin + piece.segments * branch.segment_length
-                    if max(begin, start) >= first and min(end, stop) <= last:
-                        lanes = piece.lanes(branch.rate, offsets, origin=span.start - span.local - start)
-                        stride = branch.segment_length if piece.segments > 1 else 0
-                        combs = group_heads(lanes, segments=piece.segments, stride=stride)
-                        local += (Tile(comb, comb, causal) for (comb,) in combs)
-                    elif (start, begin) not in shared:
-                        parts = tuple(layout.parts(max(begin, start), min(end, stop)))
-                        shared[start, begin] = SharedSegment(i, branch.rate, offsets, begin, parts, causal)
+            first, last = max(start, span.start), min(stop, span.stop)
+            for piece in pieces(first - start, last - start, branch):
+                begin = start + piece.start - piece.phase
+                end = begin + piece.segments * branch.segment_length
+                if max(begin, start) >= first and min(end, stop) <= last:
+                    lanes = piece.lanes(branch.rate, offsets, origin=span.start - span.local - start)
+                    stride = branch.segment_length if piece.segments > 1 else 0
+                    combs = group_heads(lanes, segments=piece.segments, stride=stride)
+                    local += (Tile(comb, comb, causal, fresh=i == 0) for (comb,) in combs)
+                elif (start, begin) not in shared:
+                    parts = tuple(layout.parts(max(begin, start), min(end, stop)))
+                    shared[start, begin] = SharedSegment(i, branch.rate, offsets, begin, parts, causal)
         drafts[0].tiles += fuse_equal_segments(local)
         for segment in shared.values():
             _plan_shared(segment, rank, spans, passing, drafts, packings)
     hops = tuple(drafts[number].hop() for number in range(max(drafts, default=0) + 1))
     return RankPlan(rank, layout.rows_of(rank), kv_heads, hops, tuple(packings))
+
+
+def _held_documents(documents: Documents, spans: tuple[Span, ...]) -> Iterator[tuple[int, int, Span]]:
+    """(first row, row after the last) of each document that lies in a span, at least in part, and that span."""
+    for start, stop in documents.spans():
+        for span in spans:
+            if max(start, span.start) < min(stop, span.stop):
+                yield start, stop, span
 
 
 @dataclass

@@ -17,13 +17,15 @@ from ringspan.planning.parcels import Parcel
 class Tile:
     """Query rows against key rows of the same KV heads; under ``causal`` row i sees keys 0 .. i.
 
-    The keys are rows of the rank itself or, if ``parcel`` is given, of that parcel.
+    The keys are rows of the rank itself or, if ``parcel`` is given, of that parcel. A ``fresh`` tile is the first of
+    the plan for all of its query rows: its result need not be merged with anything.
     """
 
     queries: Comb
     keys: Comb
     causal: bool
     parcel: Parcel | None = None
+    fresh: bool = False
 
     @property
     def pairs(self) -> int:
@@ -43,11 +45,11 @@ def fuse_equal_segments(tiles: Iterable[Tile]) -> Iterator[Tile]:
             yield tile
         else:
             shape = replace(tile.queries, start=0)
-            alike.setdefault(Tile(shape, shape, tile.causal), []).append(tile.queries.start)
+            alike.setdefault(replace(tile, queries=shape, keys=shape), []).append(tile.queries.start)
     for tile, starts in alike.items():
         for start, segments, stride in _runs(starts):
             comb = replace(tile.queries, start=start, segments=segments, stride=stride)
-            yield Tile(comb, comb, tile.causal)
+            yield replace(tile, queries=comb, keys=comb)
 
 
 def _runs(starts: list[int]) -> Iterator[tuple[int, int, int]]:

@@ -19,7 +19,7 @@ from ringspan.ring.errors import RingError
 from ringspan.ring.gather import GatherRows
 from ringspan.ring.mail import Counters, Flight, Letters, Mail
 from ringspan.ring.notes import by_value, check_agreement, exchange_notes
-from ringspan.ring.players import Result
+from ringspan.ring.players import Note, Result
 from ringspan.ring.rows import check_passing, take_rows
 
 
@@ -62,6 +62,9 @@ class Ring:
     def __repr__(self) -> str:
         return f"Ring(rank {self.rank} of {self.size}, layout={self.layout!r}, passing={self.passing!r})"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ring:
+        return self  # a handle: copies of a module share its ring
+
     def reset_counters(self) -> None:
         """Start counting anew."""
         self.counters = Counters()
@@ -81,7 +84,7 @@ class Ring:
         rows. So if every rank computes its share of the loss (sharded), gradients are those of the sum of all shares;
         if every rank computes the same whole loss (replicated), divide it by the number of ranks first.
         """
-        layout = self.layout_of(seq_len) if seq_len is not None else self._agree_on_rows(x.shape[dim], {}, x)
+        layout = self.layout_of(seq_len) if seq_len is not None else self._agree_on_rows(x.shape[dim], dict, x)
         self._check_rows(x.shape[dim], layout)
         return GatherRows.apply(x, layout, self.rank, dim, self.group)
 
@@ -94,7 +97,7 @@ class Ring:
 
     # What the operator needs (see `ringspan.ring.players`).
 
-    def agree(self, rows: int, note: dict[str, Any], seq_len: int | None, like: Tensor) -> Layout:
+    def agree(self, rows: int, note: Note, seq_len: int | None, like: Tensor) -> Layout:
         if seq_len is None:
             return self._agree_on_rows(rows, note, like)
         layout = self.layout_of(seq_len)
@@ -117,11 +120,11 @@ class Ring:
         (part,) = parts
         return part
 
-    def _agree_on_rows(self, rows: int, note: dict[str, Any], like: Tensor) -> Layout:
-        note = {"rows": rows, "layout": self.layout, "passing": self.passing, **note}
-        notes = exchange_notes(note, self.group, like.device)
+    def _agree_on_rows(self, rows: int, note: Note, like: Tensor) -> Layout:
+        mine = {"rows": rows, "layout": self.layout, "passing": self.passing, **note()}
+        notes = exchange_notes(mine, self.group, like.device)
         check_agreement(notes)
-        held = [note["rows"] for note in notes]
+        held = [their["rows"] for their in notes]
         layout = self.layout_of(sum(held))
         wanted = [layout.rows_of(rank) for rank in range(self.size)]
         if held != wanted:

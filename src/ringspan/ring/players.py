@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
@@ -12,6 +12,7 @@ from ringspan.planning import Passing
 from ringspan.ring.mail import Flight, Mail
 
 Result = TypeVar("Result")
+Note = Callable[[], dict[str, Any]]
 
 
 class Players(Protocol):
@@ -19,8 +20,11 @@ class Players(Protocol):
 
     passing: Passing
 
-    def agree(self, rows: int, note: dict[str, Any], seq_len: int | None, like: Tensor) -> Layout:
-        """The layout of the whole sequence, of which a call holds ``rows`` rows here; ranks that disagree all raise."""
+    def agree(self, rows: int, note: Note, seq_len: int | None, like: Tensor) -> Layout:
+        """The layout of the whole sequence, of which a call holds ``rows`` rows here.
+
+        Unless ``seq_len`` states it, ranks exchange notes about the call; if they disagree, all raise.
+        """
 
     def deal(self, layout: Layout, tensors: Sequence[tuple[Tensor | None, int]]) -> list[tuple[int, Mail, list[Any]]]:
         """For each rank played here: its number, its mail, and its rows of the tensors (each with its row dim)."""

@@ -16,7 +16,7 @@ from ringspan.planning import Passing
 from ringspan.ring import registry
 from ringspan.ring.errors import RingError
 from ringspan.ring.mail import Counters, Flight, Letters, Mail
-from ringspan.ring.players import Result
+from ringspan.ring.players import Note, Result
 from ringspan.ring.rows import check_passing, join_rows, take_rows
 
 
@@ -47,11 +47,17 @@ class SimulatedRing:
         self.reset_counters()
         self.name = registry.enter(self)
 
+    def __repr__(self) -> str:
+        return f"SimulatedRing({self.size}, layout={self.layout!r}, passing={self.passing!r})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SimulatedRing:
+        return self  # a handle: copies of a module share its ring
+
     def reset_counters(self) -> None:
         """Start counting anew."""
         self.counters = [Counters() for _ in range(self.size)]
 
-    def agree(self, rows: int, note: dict[str, Any], seq_len: int | None, like: Tensor) -> Layout:
+    def agree(self, rows: int, note: Note, seq_len: int | None, like: Tensor) -> Layout:
         if seq_len is not None and seq_len != rows:
             raise RingError(
                 f"seq_len={seq_len}, but the tensors have {rows} rows: a simulated ring takes whole tensors"
