@@ -25,7 +25,7 @@ lint: $(READY)  ## lint and types only
 figures: $(READY)  ## draw the pictures of the docs again
 	@$(BIN)/python docs/draw_figures.py
 
-bench: $(PEERS)  ## measure speed and memory (about an hour; keep the machine quiet)
+bench: $(PEERS)  ## measure speed and memory (about an hour; Linux, a C++ compiler, a quiet machine)
 	@$(BIN)/python -m benchmarks.one_device
 	@$(BIN)/python -m benchmarks.ring
 
@@ -34,7 +34,7 @@ clean:  ## remove .venv and caches
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "ringspan needs Python 3.10 or newer, but $(PYTHON) is " + sys.version.split()[0] + "; try make PYTHON=python3.12")'
-	@echo "Setting up $(VENV) (once; about a minute) ..."
+	@echo "Setting up $(VENV) (once; downloads torch) ..."
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@

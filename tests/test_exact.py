@@ -169,6 +169,17 @@ def test_the_warning_about_unselected_rows() -> None:
         rs.attention(q, k, v, pattern=rs.Dilated((31,), (7,)))  # said once
 
 
+@pytest.mark.parametrize("kernel", ["cpu_flash", "reference"])
+def test_autocast_reaches_the_inputs_and_nothing_else(kernel: str) -> None:
+    tensors = [x.detach().float().requires_grad_() for x in inputs(1, 40, 2, 1, 8)]
+    low = [x.detach().bfloat16().requires_grad_() for x in tensors]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = rs.attention(*tensors, pattern=rs.Full(), kernel=kernel, return_lse=True)
+    wanted = rs.attention(*low, pattern=rs.Full(), kernel=kernel, return_lse=True)
+    for x, y in zip(found, wanted, strict=True):
+        assert torch.equal(x, y)
+
+
 def test_autocast_casts_as_torch_does() -> None:
     q, k, v = (x.float() for x in inputs(1, 20, 1, 1, 8))
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ringspan import kernels
-from ringspan.geometry import Dilated, Documents, Full, Pattern
+from ringspan.geometry import Dilated, Documents, Full, Pattern, as_int
 from ringspan.op import attention_op
 from ringspan.ring import Ring, SimulatedRing
 
@@ -102,6 +102,11 @@ def attention(
     name = _kernel_name(kernel, q)
     if not isinstance(causal, bool):
         raise TypeError(f"causal={causal!r}: must be True or False")
+    if ring is not None and not isinstance(ring, (Ring, SimulatedRing)):
+        raise TypeError(
+            f"ring is a {type(ring).__name__}: must be a Ring or a SimulatedRing; make one with Ring(group)"
+        )
+    seq_len = None if seq_len is None else as_int("seq_len", seq_len)
     if ring is None and seq_len is not None and seq_len != q.shape[1]:
         raise ValueError(f"seq_len={seq_len}, but q has {q.shape[1]} rows: without a ring they are the same")
     packed = None if lengths is None else _lengths_tensor(lengths)
@@ -181,7 +186,7 @@ def _finite(name: str, value: Any) -> float:
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)

@@ -11,9 +11,8 @@ from ringspan.planning import Hop, RingPlan
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours without red against green, darker where a key counts more often: they survive
-# colour blindness and print.
-_COLOURS = ("#F5F5F5", "#9DC9E8", "#0072B2", "#E69F00", "#000000")
+# One hue, darker where a key counts more often: it survives colour blindness and print.
+_COLOURS = ("#F5F5F5", "#A6CEE3", "#3787C0", "#084594", "#000000")
 
 
 def draw_pattern(pattern: Pattern, n: int, kv_heads: int = 1, *, causal: bool = False) -> Figure:
@@ -69,15 +68,17 @@ def draw_schedule(plan: RingPlan) -> Figure:
     ranks = [plan.rank(rank) for rank in range(plan.layout.ring_size)]
     hops = max(len(rank.hops) for rank in ranks)
     pairs = [[sum(tile.pairs for tile in hop.tiles) for hop in rank.hops] for rank in ranks]
-    most = max(max(row) for row in pairs) or 1
+    most, total = max(max(row) for row in pairs) or 1, sum(map(sum, pairs)) or 1
     figure = Figure(figsize=(2.1 * hops + 1.2, 0.85 * len(ranks) + 1.6), layout="constrained")
     axis = figure.subplots()
     colours = colormaps["Blues"]
     for rank in ranks:
         for number, hop in enumerate(rank.hops):
             share = pairs[rank.rank][number] / most
-            axis.add_patch(Rectangle((number + 0.04, rank.rank + 0.06), 0.92, 0.88, color=colours(0.85 * share)))
+            fill = colours(0.1 + 0.8 * share) if hop.tiles else "#F5F5F5"
+            axis.add_patch(Rectangle((number + 0.04, rank.rank + 0.06), 0.92, 0.88, color=fill))
             text = _hop_text(hop, number, plan.sizes.parcel_row_bytes)
+            text += f"\n{pairs[rank.rank][number] / total:.1%} of all work" if hop.tiles else ""
             colour = "white" if share > 0.6 else "black"
             axis.text(number + 0.5, rank.rank + 0.5, text, ha="center", va="center", fontsize=8, color=colour)
     axis.set(xlim=(0, hops), ylim=(len(ranks), 0), ylabel="rank")
@@ -95,7 +96,7 @@ def _hop_text(hop: Hop, number: int, row_bytes: int) -> str:
     if number == 0:
         return f"{len(hop.tiles)} tiles"
     if not hop.receives:
-        return "nothing"
+        return "nothing to compute"
     owners = ", ".join(str(owner) for owner in sorted({message.parcel.owner for message in hop.receives}))
     received = sum(message.parcel.rows for message in hop.receives) * row_bytes
     return f"rows of rank {owners}\n{received / 2**20:.2g} MiB"

@@ -84,7 +84,7 @@ def walk_backward(
         q=q,
         out=out,
         lse=lse.transpose(1, 2),
-        grad_out=None if grad_out is None else _with_dense_rows(grad_out),
+        grad_out=None if grad_out is None else _with_dense_rows(grad_out, kernel.contract.zero_strides),
         grad_lse=None if grad_lse is None else grad_lse.transpose(1, 2),
         dq=dq,
     )
@@ -129,10 +129,12 @@ def walk_backward(
                 add_home_(packings[parcel], buffer, own_grads)
             buffers.give_back([*gone, *(buffer for _, buffer in come)])
 
-    with mail.counters.holding(q, k, v, out, lse, grad_out, grad_lse, dq, dk, dv):
-        yield from travel(plan, mail, k, v, compute)
-        yield from come_home()
-    buffers.release()
+    try:
+        with mail.counters.holding(q, k, v, out, lse, grad_out, grad_lse, dq, dk, dv):
+            yield from travel(plan, mail, k, v, compute)
+            yield from come_home()
+    finally:
+        buffers.release()
     return tuple(None if grad is None else grad.to(q.dtype) for grad in (dq, dk, dv))  # type: ignore[return-value]
 
 
@@ -167,7 +169,7 @@ def _lse_shares(
     """
     first = torch.eye(1, x["q"].shape[-1], dtype=x["q"].dtype, device=x["q"].device).squeeze(0)
     grad_out = x["grad_lse"].to(first.dtype).unsqueeze(-1) * first
-    out = (-first).expand(x["q"].shape)
+    out = (-first).expand(x["q"].shape).clone(memory_format=torch.contiguous_format)
     no_values = torch.zeros_like(x["v"], memory_format=torch.contiguous_format)
     dq, dk, _ = kernel.backward(
         grad_out, x["q"], x["k"], no_values, out, x["lse"], causal, scale, (needs[0], needs[1], False)
@@ -192,6 +194,7 @@ def _present(**operands: Tensor | None) -> Operands:
     return {name: x for name, x in operands.items() if x is not None}
 
 
-def _with_dense_rows(x: Tensor) -> Tensor:
-    """Kernels read rows whose elements lie side by side; anything else is copied once."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+def _with_dense_rows(x: Tensor, zero_strides: bool = True) -> Tensor:
+    """Kernels read rows whose elements lie side by side, and some no expanded ones; anything else is copied once."""
+    expanded = any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x if x.stride(-1) == 1 and (zero_strides or not expanded) else x.contiguous()

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from ringspan.geometry import as_int
+
 LayoutName = Literal["contiguous", "zigzag"]
 
 
@@ -45,6 +47,8 @@ class Layout:
 
     def __post_init__(self) -> None:
         check_layout_name(self.name)
+        for name in ("rows", "ring_size"):
+            object.__setattr__(self, name, as_int(name, getattr(self, name)))
         if self.ring_size < 1:
             raise ValueError(f"ring_size={self.ring_size}: a ring has at least 1 rank")
         if self.rows < 0:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -45,12 +46,20 @@ def _note(q: Tensor, k: Tensor, lengths: Tensor | None, needs: Sequence[bool], *
     """What ranks must agree on."""
     batch, _, heads, dim = q.shape
     return {
+        "call": "attention",
         "batch, heads, kv_heads, dim": (batch, heads, k.shape[2], dim),
         "dtype": str(q.dtype),
         "lengths": None if lengths is None else digest(str(lengths.tolist())),
         "who needs gradients (q, k, v)": tuple(needs),
         **{name: digest(str(value)) for name, value in values.items()},
     }
+
+
+def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """The dtypes of a walk are chosen: under autocast its fp32 products would be cast down again."""
+    if not torch.amp.is_autocast_available(x.device.type):
+        return nullcontext()
+    return torch.autocast(x.device.type, enabled=False)
 
 
 @lru_cache(maxsize=256)
@@ -94,7 +103,8 @@ def attention_op(
         )
         for rank, mail, tensors in players.deal(layout, [(q, 1), (k, 1), (v, 1)])
     ]
-    outs, lses = zip(*players.run(walks), strict=True)
+    with _without_autocast(q):
+        outs, lses = zip(*players.run(walks), strict=True)
     return (
         players.collect(layout, list(outs), 1),
         players.collect(layout, list(lses), 2),
@@ -143,7 +153,8 @@ def attention_backward_op(
         )
         for rank, mail, parts in players.deal(layout, tensors)
     ]
-    found = zip(*players.run(walks), strict=True)
+    with _without_autocast(q):
+        found = list(zip(*players.run(walks), strict=True))
     dq, dk, dv = (q.new_empty(0) if g[0] is None else players.collect(layout, list(g), 1) for g in found)
     return dq, dk, dv
 

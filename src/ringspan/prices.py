@@ -7,10 +7,10 @@ from typing import get_args
 
 import torch
 
-from ringspan.geometry import Documents, Pattern
+from ringspan.geometry import Dilated, Documents, Full, Pattern
 from ringspan.kernels import accumulation_dtype
 from ringspan.layout import Layout, LayoutName
-from ringspan.planning import LayoutAdvice, Passing, RingPlan, Sizes, advise_layout
+from ringspan.planning import LayoutAdvice, Passing, RingPlan, Sizes, advise_layout, check_passing
 
 
 def plan(
@@ -38,6 +38,9 @@ def plan(
     >>> ring.bytes_sent(0), ring.bytes_sent(1)
     (4194304, 0)
     """
+    if not isinstance(pattern, (Full, Dilated)):
+        raise TypeError(f"pattern={pattern!r}: must be Dilated(segment_lengths, dilation_rates) or Full()")
+    check_passing(passing)
     documents = Documents((n,) if lengths is None else tuple(lengths))
     documents.check_rows(n)
     kv_heads = heads if kv_heads is None else kv_heads

@@ -55,11 +55,17 @@ class Buffers:
             self._counters.hold_parcel(-memory.nbytes)
             size -= memory.numel()
 
-    def release(self) -> None:
-        """The walk is over: whatever is left goes."""
-        for memory in (*self._free, *self._lent.values()):
+    def trim(self) -> None:
+        """Let all unused memory go."""
+        for memory in self._free:
             self._counters.hold_parcel(-memory.nbytes)
-        self._free, self._lent = [], {}
+        self._free = []
+
+    def release(self) -> None:
+        """The walk is over: everything goes."""
+        self._free += self._lent.values()
+        self._lent = {}
+        self.trim()
 
 
 def parcel_rows(buffer: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
@@ -91,16 +97,19 @@ def travel(
         here.update({message.parcel: buffers.take(message.parcel) for message in hop.receives})
         return mail.post(sends, [(m.peer, here[m.parcel]) for m in hop.receives], f"parcels of hop {number}")
 
-    flight = post(1)
-    for number, hop in enumerate(plan.hops):
-        if number:
-            yield flight
-            buffers.give_back(packed)
-            packed.clear()
-            buffers.give_back([here.pop(parcel) for parcel in [*here] if last_hop[parcel] <= number])
-            flight = post(number + 1)
-        yield from compute(number, hop, here)
-    buffers.release()
+    try:
+        flight = post(1)
+        for number, hop in enumerate(plan.hops):
+            if number:
+                yield flight
+                buffers.give_back(packed)
+                packed.clear()
+                buffers.give_back([here.pop(parcel) for parcel in [*here] if last_hop[parcel] <= number])
+                flight = post(number + 1)
+            buffers.trim()  # what this post did not need, the next will not need either
+            yield from compute(number, hop, here)
+    finally:
+        buffers.release()
 
 
 def add_home_(packing: Packing, buffer: Tensor, own: Operands) -> None:

@@ -111,6 +111,7 @@ def test_best_layout_says_why() -> None:
         (dict(lengths=(3,)), "lengths add up to 3"),
         (dict(heads=6, kv_heads=4), "the KV heads must divide"),
         (dict(batch=0), "batch=0: must be at least 1"),
+        (dict(passing="Relay"), "passing='Relay': must be 'relay' or 'direct'"),
     ],
 )
 def test_bad_input(change: dict, words: str) -> None:  # type: ignore[type-arg]

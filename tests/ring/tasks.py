@@ -231,6 +231,21 @@ def disagreements_are_named_on_every_rank() -> None:
         assert len(set(everybody)) == 1
 
 
+def different_calls_are_named_on_every_rank() -> None:
+    ring = rs.Ring(layout="contiguous")
+    x = torch.randn(1, 6, 2, 4)
+    calls = [lambda: ring.gather_sequence(x), lambda: rs.attention(x, x, x, pattern=rs.Full(), ring=ring)]
+    with pytest.raises(rs.RingError, match=r"ranks disagree on call: gather_sequence on rank 0; attention on rank"):
+        calls[min(ring.rank, 1)]()
+
+
+def non_members_are_told() -> None:
+    group = dist.new_group([0])
+    if dist.get_rank():
+        with pytest.raises(rs.RingError, match="not a member of the group"):
+            rs.Ring(group)
+
+
 def stated_lengths_are_checked_before_anything_is_sent() -> None:
     ring = rs.Ring()
     x = torch.randn(1, 5, 2, 4)
@@ -305,6 +320,8 @@ FOR_ALL = [
     "modules_over_a_ring",
     "a_loss_on_one_rank_hangs_nobody",
     "disagreements_are_named_on_every_rank",
+    "different_calls_are_named_on_every_rank",
+    "non_members_are_told",
     "stated_lengths_are_checked_before_anything_is_sent",
     "a_mesh_of_two_dimensions_is_refused",
     "a_small_group_is_refused",

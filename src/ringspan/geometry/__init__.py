@@ -5,6 +5,7 @@ Nothing in this folder knows a tensor, a device or a process group.
 
 from ringspan.geometry.comb import Comb, Lane, group_heads
 from ringspan.geometry.documents import Documents
+from ringspan.geometry.integers import as_int
 from ringspan.geometry.pattern import Branch, Dilated, Full, HeadOffsets, Pattern, parse_pattern, unselected_row
 from ringspan.geometry.segments import Piece, pieces
 
@@ -18,6 +19,7 @@ __all__ = [
     "Lane",
     "Pattern",
     "Piece",
+    "as_int",
     "group_heads",
     "parse_pattern",
     "pieces",

@@ -57,6 +57,8 @@ def names() -> tuple[str, ...]:
 
 def get(name: str) -> Kernel:
     """The kernel of this name."""
+    if not isinstance(name, str):
+        raise TypeError(f"kernel is a {type(name).__name__}: must be the name of a kernel, such as 'reference'")
     if name not in _KERNELS:
         raise ValueError(f"kernel={name!r}: must be one of {', '.join(map(repr, _KERNELS))}, or None for the best")
     return _KERNELS[name]

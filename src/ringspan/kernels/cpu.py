@@ -1,7 +1,7 @@
 """The CPU flash kernel of PyTorch, called on strided views without a copy.
 
-The aten operator is a private name of another library; tests/kernels/test_cpu.py checks that it still
-is what we think. It kills the process on empty operands and answers wrongly, in silence, when the last
+The aten operator is a private name of another library; tests/kernels checks that it still is what
+we think. It kills the process on empty operands and answers wrongly, in silence, when the last
 stride is not 1 or when K has fewer heads than Q: the contract rules all three out.
 """
 

@@ -84,7 +84,7 @@ class Contract:
             )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Kernel:
     """One way to compute a tile.
 

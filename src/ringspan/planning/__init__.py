@@ -6,7 +6,7 @@ Knows no tensor, no device and no process group.
 from ringspan.planning.parcels import Message, Packing, Parcel
 from ringspan.planning.price import LayoutAdvice, Memory, RingPlan, Sizes, advise_layout
 from ringspan.planning.rank import Hop, RankPlan, plan_rank
-from ringspan.planning.shared import Passing
+from ringspan.planning.shared import Passing, check_passing
 from ringspan.planning.tiles import Tile
 
 __all__ = [
@@ -22,5 +22,6 @@ __all__ = [
     "Sizes",
     "Tile",
     "advise_layout",
+    "check_passing",
     "plan_rank",
 ]

@@ -132,14 +132,16 @@ class RingPlan:
         row = self.sizes.parcel_row_bytes
         arriving = [sum(message.parcel.rows for message in hop.receives) for hop in hops] + [0]
         packed = [sum(m.parcel.rows for m in hop.sends if m.parcel.owner == rank) for hop in hops] + [0]
-        going_home = [sum(message.parcel.rows for message in hop.homecoming) for hop in hops] + [0]
+        homecoming = [sum(message.parcel.rows for message in hop.homecoming) for hop in hops] + [0]
         peak = 0
         for s in range(len(hops)):
-            live = (arriving[s] + arriving[s + 1] + packed[s + 1]) * row
+            travelling = (arriving[s] + arriving[s + 1] + packed[s + 1]) * row
+            gradients = 0
             if backward:
-                before = max(0, s - 1)
-                live += (arriving[s] + arriving[before] + going_home[before]) * self.sizes.gradient_row_bytes
-            peak = max(peak, live)
+                # While hop s is computed, the gradients of the hop before are on their way; then its own are sent.
+                before = arriving[s - 1] + homecoming[s - 1] if s else 0
+                gradients = max(arriving[s] + before, arriving[s] + homecoming[s]) * self.sizes.gradient_row_bytes
+            peak = max(peak, travelling + gradients)
         return peak
 
     def __str__(self) -> str:

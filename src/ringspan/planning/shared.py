@@ -11,13 +11,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, get_args
 
 from ringspan.geometry import Lane, Piece
 from ringspan.layout import Part
 from ringspan.planning.parcels import Parcel
 
 Passing = Literal["relay", "direct"]
+
+
+def check_passing(passing: object) -> None:
+    """Raise unless this is a way to pass parcels."""
+    if passing not in get_args(Passing):
+        raise ValueError(f"passing={passing!r}: must be {' or '.join(map(repr, get_args(Passing)))}")
 
 
 @dataclass(frozen=True)

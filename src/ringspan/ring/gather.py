@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ringspan.layout import Layout
 from ringspan.ring.rows import join_rows, take_rows
@@ -29,6 +30,7 @@ class GatherRows(torch.autograd.Function):
         return join_rows(every, layout, dim)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         total = grad.clone(memory_format=torch.contiguous_format)

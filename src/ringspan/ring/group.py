@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.layout import Layout, LayoutName, check_layout_name
-from ringspan.planning import Passing
+from ringspan.planning import Passing, check_passing
 from ringspan.ring import registry
 from ringspan.ring.errors import RingError
 from ringspan.ring.gather import GatherRows
 from ringspan.ring.mail import Counters, Flight, Letters, Mail
 from ringspan.ring.notes import by_value, check_agreement, exchange_notes
 from ringspan.ring.players import Note, Result
-from ringspan.ring.rows import check_passing, take_rows
+from ringspan.ring.rows import take_rows
 
 
 class Ring:
@@ -48,8 +48,6 @@ class Ring:
         check_passing(passing)
         self.group = _process_group(group)
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        if self.rank < 0:
-            raise RingError("this process is not a member of the group: make the ring on its members only")
         if self.size < min_size:
             raise RingError(
                 f"the group has {self.size} rank(s), but min_size={min_size}: start more processes "
@@ -61,6 +59,9 @@ class Ring:
 
     def __repr__(self) -> str:
         return f"Ring(rank {self.rank} of {self.size}, layout={self.layout!r}, passing={self.passing!r})"
+
+    def __reduce__(self) -> str:
+        raise TypeError("a Ring cannot be pickled: it belongs to this process's group; make it anew where it is needed")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ring:
         return self  # a handle: copies of a module share its ring
@@ -84,7 +85,14 @@ class Ring:
         rows. So if every rank computes its share of the loss (sharded), gradients are those of the sum of all shares;
         if every rank computes the same whole loss (replicated), divide it by the number of ranks first.
         """
-        layout = self.layout_of(seq_len) if seq_len is not None else self._agree_on_rows(x.shape[dim], dict, x)
+        dim = dim % x.dim()
+        if seq_len is None:
+            shape = [size for d, size in enumerate(x.shape) if d != dim]
+            needs_grad = torch.is_grad_enabled() and x.requires_grad
+            note = {"call": "gather_sequence", "dim": dim, "shape": shape, "dtype": str(x.dtype), "grad": needs_grad}
+            layout = self._agree_on_rows(x.shape[dim], lambda: note, x)
+        else:
+            layout = self.layout_of(seq_len)
         self._check_rows(x.shape[dim], layout)
         return GatherRows.apply(x, layout, self.rank, dim, self.group)
 
@@ -160,7 +168,10 @@ class _GroupMail:
             for peer, buffer in letters
         ]
         waits = [("sending to", peer) for peer, _ in sends] + [("receiving from", peer) for peer, _ in receives]
-        works = dist.batch_isend_irecv(operations) if operations else []
+        try:
+            works = dist.batch_isend_irecv(operations) if operations else []
+        except RuntimeError as error:  # a connection that is already closed
+            raise _peer_error(self.ring, label, waits, error) from error
         return _GroupFlight(self.ring, works, waits, label)
 
 
@@ -183,14 +194,20 @@ class _GroupFlight:
         except RuntimeError as error:
             # NCCL gives one work for a whole batch: then any of these peers may be the one.
             waits = self.waits if len(self.works) < len(self.waits) else [self.waits[i]]
-            peers = ", ".join(f"{what} rank {peer}" for what, peer in waits)
-            raise RingError(
-                f"rank {self.ring.rank} of {self.ring.size}: {self.label}: {peers} failed: that rank is gone, did not "
-                f"answer within the group's timeout, or waits itself for one that did not ({error})"
-            ) from error
+            raise _peer_error(self.ring, self.label, waits, error) from error
+
+
+def _peer_error(ring: Ring, label: str, waits: list[tuple[str, int]], error: RuntimeError) -> RingError:
+    peers = ", ".join(f"{what} rank {peer}" for what, peer in waits)
+    return RingError(
+        f"rank {ring.rank} of {ring.size}: {label}: {peers} failed: that rank is gone, did not answer within the "
+        f"group's timeout, or waits itself for one that did not ({error})"
+    )
 
 
 def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise RingError("this process is not a member of the group: make the ring on its members only")
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise RingError(f"a mesh with {group.ndim} dimensions: a ring is one of them, such as mesh['ring']")

@@ -32,8 +32,8 @@ def exchange_notes(note: dict[str, Any], group: dist.ProcessGroup, device: torch
 
 def check_agreement(notes: list[dict[str, Any]]) -> None:
     """Raise, on every rank alike, if the notes differ in anything but the number of rows."""
-    for name in notes[0]:
-        values = [note[name] for note in notes]
+    for name in dict.fromkeys(name for note in notes for name in note):
+        values = [note.get(name, "nothing") for note in notes]
         if name != "rows" and len(set(map(str, values))) > 1:
             raise RingError(f"ranks disagree on {name}: {by_value(values)}. All ranks must make the same call")
 

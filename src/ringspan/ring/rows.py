@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import get_args, overload
+from typing import overload
 
 import torch
 from torch import Tensor
 
 from ringspan.layout import Layout
-from ringspan.planning import Passing
 
 
 @overload
@@ -38,9 +37,3 @@ def join_rows(parts: list[Tensor], layout: Layout, dim: int) -> Tensor:
     ]
     stretches.sort(key=lambda stretch: stretch[0])
     return torch.cat([x for _, x in stretches], dim) if stretches else parts[0]
-
-
-def check_passing(passing: object) -> None:
-    """Raise unless this is a way to pass parcels."""
-    if passing not in get_args(Passing):
-        raise ValueError(f"passing={passing!r}: must be {' or '.join(map(repr, get_args(Passing)))}")

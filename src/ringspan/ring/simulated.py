@@ -12,12 +12,12 @@ from typing import Any
 from torch import Tensor
 
 from ringspan.layout import Layout, LayoutName, check_layout_name
-from ringspan.planning import Passing
+from ringspan.planning import Passing, check_passing
 from ringspan.ring import registry
 from ringspan.ring.errors import RingError
 from ringspan.ring.mail import Counters, Flight, Letters, Mail
 from ringspan.ring.players import Note, Result
-from ringspan.ring.rows import check_passing, join_rows, take_rows
+from ringspan.ring.rows import join_rows, take_rows
 
 
 class SimulatedRing:
@@ -49,6 +49,9 @@ class SimulatedRing:
 
     def __repr__(self) -> str:
         return f"SimulatedRing({self.size}, layout={self.layout!r}, passing={self.passing!r})"
+
+    def __reduce__(self) -> tuple[type[SimulatedRing], tuple[int, LayoutName, Passing]]:
+        return SimulatedRing, (self.size, self.layout, self.passing)  # by another name, where it is unpickled
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SimulatedRing:
         return self  # a handle: copies of a module share its ring
