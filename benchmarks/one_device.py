@@ -76,7 +76,7 @@ def kernel_share(lengths: list[int], trials: int, progress: Progress) -> list[di
     rows = []
 
     def trials_of(n: int) -> dict[str, int]:
-        """More of what is short: forward passes, and the first length; lengths in between are there for the growth only."""
+        """More of what is short; lengths in between are there for the growth only."""
         if n in lengths[1:-1]:
             return {"forward": 2, "both": 1}
         usual = trials if n == lengths[0] else max(2, trials - 2)
