@@ -139,7 +139,7 @@ def forward_memory(n: int, progress: Progress) -> list[dict[str, Any]]:
     results = n * peers.HEADS * (peers.DIM + 1) * 4
     rows = []
     for causal in (False, True):
-        found = in_fresh_process(peers.ringspan_task, n, causal, 1)
+        found = in_fresh_process(peers.memory_task, n, causal)
         rows.append(dict(n=n, causal=causal, beyond_results_bytes=found.peak_bytes - results, failure=found.failure))
         progress.advance(bar)
     return rows

@@ -129,7 +129,7 @@ def draw(results: dict[str, Any], machine: str, path: Path) -> None:
         axis.margins(y=0.15)
         axis.set_xticks(range(len(cases)), [f"{n:,}\n{'causal' if causal else 'not causal'}" for n, causal in cases])
         axis.set_xlabel("tokens")
-        axis.set_ylabel(f"forward {'time' if key == 'seconds' else 'peak memory beyond inputs'} ({unit}, log scale)")
+        axis.set_ylabel(f"{'time' if key == 'seconds' else 'peak memory'} ({unit}, log scale)")
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].legend(frameon=False, loc="upper left")
     figure.suptitle("Dilated attention, forward: lower is better", fontsize=12)

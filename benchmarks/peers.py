@@ -36,6 +36,15 @@ def ringspan_task(n: int, causal: bool, trials: int) -> Measured:
     return _measure(lambda: rs.attention(q, k, v, pattern=pattern_up_to(), causal=causal), trials)
 
 
+def memory_task(n: int, causal: bool) -> Measured:
+    """Peak growth of one forward pass, warmed up at a short length, so that no allocator has kept what it needs."""
+    small = qkv(1024)
+    rs.attention(*small, pattern=pattern_up_to(), causal=causal)
+    q, k, v = qkv(n)
+    _, growth = peak_growth(lambda: rs.attention(q, k, v, pattern=pattern_up_to(), causal=causal))
+    return Measured(peak_bytes=growth)
+
+
 def sdpa_task(n: int, causal: bool, trials: int) -> Measured:
     """Scaled dot-product attention with the pattern as an additive mask (heads, n, n)."""
     q, k, v = (x.transpose(1, 2) for x in qkv(n))

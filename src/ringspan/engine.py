@@ -40,7 +40,8 @@ def walk_forward(
         out.zero_()
         lse.fill_(-torch.inf)
     query_side = {"q": q, "out": out, "lse": lse.transpose(1, 2)}
-    row_bytes = dim * (q.element_size() + (0 if q.dtype == wide else wide.itemsize))
+    # Twice the result: calls of different sizes follow one another, and the allocator keeps holes of about one of them.
+    row_bytes = 2 * dim * (q.element_size() + (0 if q.dtype == wide else wide.itemsize))
 
     def compute(number: int, hop: Hop, here: dict[Parcel, Tensor]) -> Walk:
         for tile in hop.tiles:
