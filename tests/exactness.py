@@ -3,6 +3,9 @@
 import torch
 from torch import Tensor
 
+import ringspan as rs
+from ringspan.oracle import dense_attention
+
 
 def inputs(batch: int, n: int, kv_heads: int, group: int, dim: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     heads = (kv_heads * group, kv_heads, kv_heads)
@@ -22,3 +25,21 @@ def weighted_loss(out: Tensor, lse: Tensor, weights: tuple[Tensor, Tensor]) -> T
 
 def gradients(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad(weighted_loss(out, lse, loss_weights(out, lse)), (q, k, v))
+
+
+def assert_equals_oracle(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    kernel: str | None = None,
+    ring: rs.SimulatedRing | None = None,
+    **options: object,
+) -> None:
+    """Output, lse and all gradients within 1e-12 of the dense definition."""
+    out, lse = rs.attention(q, k, v, return_lse=True, kernel=kernel, ring=ring, **options)  # type: ignore[call-overload]
+    right, right_lse = dense_attention(q, k, v, **options)  # type: ignore[arg-type]
+    found = (out, lse, *gradients(out, lse, q, k, v))
+    wanted = (right, right_lse, *gradients(right, right_lse, q, k, v))
+    for x, y in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-12)

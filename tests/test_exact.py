@@ -12,19 +12,10 @@ from torch import Tensor
 import ringspan as rs
 from ringspan import engine
 from ringspan.oracle import dense_attention
-from tests.exactness import gradients, inputs
+from tests.exactness import assert_equals_oracle, inputs
 from tests.strategies import held_heads, lengths, patterns
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*selects row")
-
-
-def assert_equals_oracle(q: Tensor, k: Tensor, v: Tensor, *, kernel: str | None = None, **kwargs: object) -> None:
-    out, lse = rs.attention(q, k, v, return_lse=True, kernel=kernel, **kwargs)  # type: ignore[call-overload]
-    right, right_lse = dense_attention(q, k, v, **kwargs)  # type: ignore[arg-type]
-    found = (out, lse, *gradients(out, lse, q, k, v))
-    wanted = (right, right_lse, *gradients(right, right_lse, q, k, v))
-    for x, y in zip(found, wanted, strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
 
 
 @settings(max_examples=250)

@@ -11,7 +11,7 @@ from torch import Tensor
 import ringspan as rs
 from ringspan.oracle import dense_attention
 from ringspan.ring.registry import find
-from tests.exactness import gradients, inputs
+from tests.exactness import assert_equals_oracle, inputs
 from tests.strategies import held_heads, lengths, patterns
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*selects row")
@@ -29,13 +29,7 @@ def test_equals_the_oracle(data: st.DataObject) -> None:
         data.draw(st.sampled_from(["relay", "direct"])),
     )
     q, k, v = inputs(batch, sum(sizes), kv_heads, group, 4)
-    options = dict(pattern=pattern, causal=data.draw(st.booleans()), lengths=sizes)
-    out, lse = rs.attention(q, k, v, return_lse=True, ring=ring, **options)  # type: ignore[call-overload]
-    right, right_lse = dense_attention(q, k, v, **options)  # type: ignore[arg-type]
-    found = (out, lse, *gradients(out, lse, q, k, v))
-    wanted = (right, right_lse, *gradients(right, right_lse, q, k, v))
-    for x, y in zip(found, wanted, strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
+    assert_equals_oracle(q, k, v, ring=ring, pattern=pattern, causal=data.draw(st.booleans()), lengths=sizes)
 
 
 def error(k: int, dtype: torch.dtype, tensors: list[Tensor], right: list[Tensor], pattern: rs.Pattern) -> list[float]:
