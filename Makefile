@@ -11,8 +11,8 @@ PEERS := $(VENV)/peers
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{ printf "  make %-9s %s\n", $$1, $$2 }'
 
-run: $(READY)  ## one long sequence over two local processes, beside one, with the error against a dense oracle
-	@$(BIN)/python -m ringspan.demo
+run: $(READY)  ## is the ring real? examine rings of 1, 2 and 4 local processes, and write a report
+	@$(BIN)/ringspan verify
 
 test: lint  ## lint, types and tests
 	@$(BIN)/python -m pytest -q

@@ -22,14 +22,15 @@ from torch import Tensor
 
 import ringspan as rs
 from benchmarks import peers
-from benchmarks.machine import Stopwatch, describe_machine, one_line
 from benchmarks.memory import in_fresh_process
 from benchmarks.one_device_report import write_report
+from ringspan.evidence.machine import Stopwatch, describe_machine, one_line
 
 ROOT = Path(__file__).parent.parent
 PARTS = ("kernel-share", "peers", "memory")
 DISTURBED_CORES = 0.10  # a trial during which others kept more than this busy is repeated
 MOST_REPEATS = 3
+SHORT_TURNS = 3  # turns of the shortest length in a round: short calls scatter more
 
 
 class BareKernel:
@@ -72,51 +73,50 @@ class Ringspan:
 
 
 def kernel_share(lengths: list[int], trials: int, progress: Progress) -> list[dict[str, Any]]:
-    """Times of both, trial by trial in turn; the share is bare time over ours."""
+    """Times of both at the first and the last length, and of ours at those between, for the growth.
+
+    All of them take turns in every round, so that a machine that drifts, drifts for all.
+    """
     rows = []
-
-    def trials_of(n: int) -> dict[str, int]:
-        """More of what is short; lengths in between are there for the growth only."""
-        if n in lengths[1:-1]:
-            return {"forward": 2, "both": 1}
-        usual = trials if n == lengths[0] else max(2, trials - 2)
-        return {"forward": 2 * usual, "both": usual}
-
-    task = progress.add_task("share of the bare kernel", total=2 * sum(sum(trials_of(n).values()) for n in lengths))
-    for n in lengths:
-        for causal in (False, True):
-            sides = {side.name: side(n, peers.pattern_up_to(), causal) for side in (Ringspan, BareKernel)}
-            for mode, rounds in trials_of(n).items():
-                calls = {name: getattr(side, mode) for name, side in sides.items()}
-                rows.append(
-                    dict(n=n, causal=causal, mode=mode, **interleaved(calls, rounds, progress, task, n == lengths[0]))
-                )
-            del sides, calls
+    task = progress.add_task("share of the bare kernel", total=2 * 2 * trials)
+    for causal in (False, True):
+        calls: dict[tuple[int, str], Ringspan | BareKernel] = {}
+        for n in lengths:
+            calls[n, "ours"] = Ringspan(n, peers.pattern_up_to(), causal)
+            if n in (lengths[0], lengths[-1]):
+                calls[n, "bare"] = BareKernel(n, peers.pattern_up_to(), causal)
+        for mode in ("forward", "both"):
+            times: dict[int, dict[str, list[float]]] = {
+                n: {"ours": [], "bare": [], "foreign_cores": []} for n in lengths
+            }
+            for trial in range(trials + 1):
+                for n in lengths:
+                    sides = {name: getattr(side, mode) for (length, name), side in calls.items() if length == n}
+                    if trial == 0 and n != lengths[0]:
+                        continue  # one length is enough to warm up
+                    for _ in range(SHORT_TURNS if n == lengths[0] else 1):
+                        for name, value in one_turn(sides).items():
+                            if trial:
+                                times[n][name].append(value)
+                if trial:
+                    progress.advance(task)
+            rows += [dict(n=n, causal=causal, mode=mode, **found) for n, found in times.items()]
     return rows
 
 
-def interleaved(
-    calls: dict[str, Callable[[], Any]], trials: int, progress: Progress, task: Any, warm_up: bool
-) -> dict[str, list[float]]:
-    """Seconds of each call, in turn: a round to warm up if asked for, then ``trials`` rounds."""
-    times: dict[str, list[float]] = {name: [] for name in (*calls, "foreign_cores")}
-    for trial in range(0 if warm_up else 1, trials + 1):
-        round_times: dict[str, float] = {}
-        foreign = 0.0
-        for _ in range(MOST_REPEATS):
-            round_times, foreign = {}, 0.0
-            for name, call in calls.items():
-                with Stopwatch() as watch:
-                    call()
-                round_times[name], foreign = watch.seconds, max(foreign, watch.foreign_cores)
-            if trial == 0 or foreign <= DISTURBED_CORES:
-                break
-        if trial:
-            for name, seconds in round_times.items():
-                times[name].append(seconds)
-            times["foreign_cores"].append(foreign)
-            progress.advance(task)
-    return times
+def one_turn(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """Seconds of each call, one after the other; all of them again if something else was busy meanwhile."""
+    found: dict[str, float] = {}
+    for _ in range(MOST_REPEATS):
+        found = {"foreign_cores": 0.0}
+        for name, call in calls.items():
+            with Stopwatch() as watch:
+                call()
+            found[name] = watch.seconds
+            found["foreign_cores"] = max(found["foreign_cores"], watch.foreign_cores)
+        if found["foreign_cores"] <= DISTURBED_CORES:
+            break
+    return found
 
 
 def against_peers(lengths: list[int], trials: int, progress: Progress) -> list[dict[str, Any]]:
@@ -149,12 +149,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small lengths and two trials; nothing is written")
     parser.add_argument("--only", choices=PARTS, help="run one part; the others keep their last results")
-    parser.add_argument(
-        "--trials",
-        type=int,
-        default=5,
-        help="rounds of the interleaved timings (default: 5; two fewer at long lengths)",
-    )
+    parser.add_argument("--trials", type=int, default=5, help="rounds of the interleaved timings (default: 5)")
     arguments = parser.parse_args()
     lengths, peer_lengths, trials = [32768, 65536, 131072], [8192, 32768], arguments.trials
     if arguments.quick:

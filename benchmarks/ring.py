@@ -20,9 +20,9 @@ from rich.progress import Progress
 
 import ringspan as rs
 from benchmarks import ring_tasks
-from benchmarks.machine import describe_machine, one_line
 from benchmarks.peers import DIM, HEADS
 from benchmarks.ring_report import write_report
+from ringspan.evidence.machine import describe_machine, one_line
 from ringspan.oracle import dense_attention
 from ringspan.processes import run_local_ranks
 
@@ -50,8 +50,9 @@ def memory(quick: bool, progress: Progress) -> list[dict[str, Any]]:
     rows = []
     for name, (pattern, n) in cases.items():
         for size in sizes:
-            peaks = run_local_ranks(size, ring_tasks.measure_memory, pattern, n, timeout_seconds=1800)
-            rows.append(dict(name=name, n=n, ring_size=size, peak_bytes=peaks))
+            found = run_local_ranks(size, ring_tasks.measure_memory, pattern, n, timeout_seconds=1800)
+            peaks, parcels = zip(*found, strict=True)
+            rows.append(dict(name=name, n=n, ring_size=size, peak_bytes=peaks, parcel_bytes=parcels))
             progress.advance(task)
     return rows
 
@@ -91,7 +92,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small lengths, one trial; nothing is written")
     parser.add_argument("--only", choices=PARTS, help="run one part; the others keep their last results")
-    parser.add_argument("--trials", type=int, default=5, help="rounds of the interleaved timings (default: 5)")
+    parser.add_argument("--trials", type=int, default=7, help="rounds of the interleaved timings (default: 7)")
     arguments = parser.parse_args()
     stored = ROOT / "benchmarks/results/ring.json"
     results: dict[str, Any] = json.loads(stored.read_text()) if arguments.only and stored.exists() else {}

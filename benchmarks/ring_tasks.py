@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ringspan as rs
-from benchmarks import ring_peers
-from benchmarks.machine import busy_seconds
 from benchmarks.peers import DIM, HEADS, pattern_up_to
+from ringspan.evidence import peers
+from ringspan.evidence.machine import busy_seconds
 from ringspan.measure import peak_growth
 
 MODES = ("forward", "both")
@@ -62,9 +63,14 @@ def measure_speed(case: Case, trials: int) -> dict[str, dict[str, list[float]]]:
         "ring": (_run(attend(mine, ring), mine), True),
     }
     if case.has_peers:
-        calls["torch"] = (ring_peers.TorchRing(mine, case.causal).run, True)
-        if ring_peers.has_ring_attention_pytorch():
-            calls["ring-attention-pytorch"] = (ring_peers.RingAttentionPytorch(mine, case.causal).run, True)
+        others: dict[str, Callable[..., Tensor]] = {"torch": peers.torch_ring}
+        if importlib.util.find_spec("ring_attention_pytorch"):
+            # Under causality striped, which balances its work; 512 is its fastest bucket on the CPU we know.
+            for name, bucket_size in {"ring-attention-pytorch": 1024, "the same, tuned": 512}.items():
+                others[name] = partial(peers.ring_attention_pytorch, bucket_size=bucket_size, striped=case.causal)
+        for name, other in others.items():
+            attend_other = partial(other, *mine, causal=case.causal, group=dist.group.WORLD)
+            calls[name] = (_run(attend_other, mine), True)
     found: dict[str, dict[str, list[float]]] = {mode: {name: [] for name in calls} for mode in MODES}
     for mode in MODES:
         for trial in range(trials + 1):
@@ -115,15 +121,17 @@ def _own_seconds() -> float:
     return float(times.user + times.system)
 
 
-def measure_memory(pattern: rs.Pattern, n: int) -> int:
-    """Peak growth of this rank: it makes its own rows, and runs forward and backward, causal."""
+def measure_memory(pattern: rs.Pattern, n: int) -> tuple[int, int]:
+    """Peak growth of this rank, and how much of it were parcels: its own rows, forward and backward, causal."""
     ring = rs.Ring(min_size=1)
     _forward_and_backward(ring, pattern, 64 * ring.size)  # threads, libraries and connections are there before
 
     def run() -> None:
         _forward_and_backward(ring, pattern, n)
 
-    return peak_growth(run)[1]
+    ring.reset_counters()
+    growth = peak_growth(run)[1]
+    return growth, ring.counters.peak_parcel_bytes
 
 
 def _forward_and_backward(ring: rs.Ring, pattern: rs.Pattern, n: int) -> None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import ringspan as rs
-from ringspan.draw import draw_pattern, draw_schedule
+from ringspan.draw import draw_pattern, draw_schedule, draw_work, scaled_down
 
 FIGURES = Path(__file__).parent / "figures"
 
@@ -13,13 +13,19 @@ def main() -> None:
     example = rs.Dilated((4, 8), (1, 2))
     longnet = rs.Dilated((8, 16, 32), (1, 2, 4))
     spread = rs.Dilated((2048, 8192, 32768), (1, 4, 16))
+    contiguous = rs.plan(spread, 32768, ring_size=4, layout="contiguous", causal=True)
+    zigzag = rs.plan(spread, 32768, ring_size=4, layout="zigzag", causal=True)
+    small_contiguous, note = scaled_down(contiguous)
+    small_zigzag, _ = scaled_down(zigzag)
     pictures = {
         "worked_example": draw_pattern(example, 16, 2),
         "worked_example_causal": draw_pattern(example, 16, 2, causal=True),
         "longnet_causal": draw_pattern(longnet, 32, 3, causal=True),
         "shifted": draw_pattern(rs.Dilated((8, 16), (1, 2), shift=4), 32, 2),
-        "schedule_contiguous": draw_schedule(rs.plan(spread, 32768, ring_size=4, layout="contiguous", causal=True)),
-        "schedule_zigzag": draw_schedule(rs.plan(spread, 32768, ring_size=4, layout="zigzag", causal=True)),
+        "schedule_contiguous": draw_schedule(contiguous),
+        "schedule_zigzag": draw_schedule(zigzag),
+        "work_contiguous": draw_work(small_contiguous, note=note),
+        "work_zigzag": draw_work(small_zigzag, note=note),
     }
     for name, figure in pictures.items():
         figure.savefig(FIGURES / f"{name}.png", dpi=130)

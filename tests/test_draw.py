@@ -1,5 +1,12 @@
+from itertools import pairwise
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from matplotlib.colors import to_rgb
+
 import ringspan as rs
-from ringspan.draw import draw_pattern, draw_schedule
+from ringspan.draw import draw_pattern, draw_plans, draw_schedule, draw_work, pairs_by_hop, scaled_down
 from ringspan.oracle import multiplicity
 
 
@@ -23,3 +30,99 @@ def test_a_schedule_names_whose_rows_arrive_when() -> None:
     assert texts[1:3] == [none, none]
     assert texts[4:6] == ["rows of rank 0\n5.3 MiB\n22.2% of all work", none]
     assert [text.split("\n")[0] for text in texts[6:]] == ["1 tiles", "rows of rank 1", "rows of rank 0"]
+
+
+def test_a_large_schedule_is_drawn_without_words() -> None:
+    plan = rs.plan(rs.Full(), 8192, ring_size=100, layout="contiguous", causal=True, heads=1)
+    axis = draw_schedule(plan).axes[0]
+    assert not axis.texts
+    grid = axis.collections[0].get_array()
+    assert grid.shape == (64, 100), "an even sample of ranks, and every hop"
+    computed = (~grid.mask).sum(axis=1).tolist()
+    assert computed == [rank + 1 for rank in plan.sample], "under causality rank i meets i others"
+    assert "64 of 100 ranks drawn" in axis.get_title()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize(
+    "pattern", [rs.Full(), rs.Dilated((6, 16, 48), (1, 2, 4)), rs.Dilated((7, 30), (1, 3), shift=2)]
+)
+def test_every_pair_is_drawn_for_the_rank_that_computes_it(pattern: rs.Pattern, layout: str, causal: bool) -> None:
+    plan = rs.plan(pattern, 50, ring_size=3, layout=layout, causal=causal, heads=4, kv_heads=2)  # type: ignore[arg-type]
+    owner = {row: part.rank for part in plan.layout.parts(0, 50) for row in range(part.start, part.stop)}
+    count = multiplicity(pattern, 50, 2, causal=causal).numpy()
+    for head in range(2):
+        hops = pairs_by_hop(plan, head)
+        assert ((hops >= 0).any(axis=0) == (count[head] > 0)).all()
+        for number, grid in enumerate(hops):
+            for query, key in zip(*(grid >= 0).nonzero(), strict=True):
+                assert grid[query, key] == owner[query]
+                assert (owner[query] == owner[key]) == (number == 0), "own keys first, others as they arrive"
+
+
+def test_who_computes_what_has_a_panel_for_each_hop() -> None:
+    plan = rs.plan(rs.Dilated((8, 32), (1, 4)), 32, ring_size=4, layout="contiguous", causal=True)
+    figure = draw_work(plan)
+    titles = [axis.get_title() for axis in figure.axes]
+    assert [title.split(":")[0] for title in titles] == ["own rows", "hop 1", "hop 2", "hop 3"]
+    assert [int(title.split()[-2]) for title in titles] == [(grid >= 0).sum() for grid in pairs_by_hop(plan)]
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["0", "1", "2", "3"]
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names == ["rank 0", "rank 1", "rank 2", "rank 3", "at another hop", "not seen"]
+    drawn = figure.axes[1].collections[0].get_array().reshape(32, 32)
+    assert (drawn == pairs_by_hop(plan)[1])[drawn >= 0].all()
+
+
+def test_ranks_can_be_told_apart_in_grey() -> None:
+    figure = draw_work(rs.plan(rs.Full(), 32, ring_size=8))
+    patches = figure.legends[0].get_patches()[:9]  # eight ranks, and grey
+    weights = (0.299, 0.587, 0.114)
+    greys = [sum(w * x for w, x in zip(weights, to_rgb(patch.get_facecolor()), strict=True)) for patch in patches]
+    assert greys == sorted(greys)
+    assert min(b - a for a, b in pairwise(greys)) > 0.03
+
+
+def test_what_cannot_be_drawn_says_what_to_do() -> None:
+    with pytest.raises(ValueError, match=r"4096 rows: at most 1024 .* scaled_down"):
+        draw_work(rs.plan(rs.Full(), 4096, ring_size=2))
+    with pytest.raises(ValueError, match=r"head=8: must lie in 0 \.\. 7"):
+        draw_work(rs.plan(rs.Full(), 64, ring_size=2), head=8)
+
+
+def test_a_short_sequence_is_drawn_as_it_is() -> None:
+    plan = rs.plan(rs.Dilated((8, 32), (1, 4)), 60, ring_size=4)
+    assert scaled_down(plan) == (plan, "")
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize(("n", "size"), [(131072, 4), (10**9, 10_000), (10**6, 7), (500, 3), (40, 20)])
+def test_a_long_ring_is_scaled_down_to_its_likeness(n: int, size: int, layout: str) -> None:
+    pattern = rs.Dilated((2048, 8192, 32768), (1, 4, 16))
+    plan = rs.plan(pattern, n, ring_size=size, layout=layout, causal=True)  # type: ignore[arg-type]
+    small, note = scaled_down(plan)
+    assert small.layout.rows <= 64
+    assert small.layout.ring_size == (size if size <= 8 else 8 if n / size < 32768 else 4)
+    assert f"{n:,} tokens drawn as {small.layout.rows} rows" in note
+    assert isinstance(small.pattern, rs.Dilated)
+    shard, small_shard = n / size, small.layout.rows / small.layout.ring_size
+    for w, small_w in zip(pattern.segment_lengths, small.pattern.segment_lengths, strict=True):
+        likeness = w / shard * small_shard
+        assert small_w == small.layout.rows or abs(small_w - max(1, likeness)) <= 0.5
+    assert ("ranks stand for" in note) == (size > 8)
+    draw_work(small, note=note)
+
+
+def test_all_pictures_of_a_plan_are_files(tmp_path: Path) -> None:
+    plans = {
+        layout: rs.plan(rs.Dilated((64, 512), (1, 4)), 1024, ring_size=4, layout=layout, causal=True)
+        for layout in ("contiguous", "zigzag")
+    }
+    paths = draw_plans(plans, tmp_path / "new" / "folder")  # type: ignore[arg-type]
+    assert len(paths) == 10
+    for path in paths:
+        if path.suffix == ".svg":
+            assert ElementTree.parse(path).getroot().tag.endswith("svg")
+            assert path.stat().st_size < 2**20
+        else:
+            assert path.read_bytes().startswith(b"\x89PNG")

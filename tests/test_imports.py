@@ -25,10 +25,18 @@ ALLOWED: dict[str, set[str]] = {
     "prices": {"geometry", "layout", "planning", "kernels"},
     "nn": {"geometry", "api", "ring"},
     "oracle": {"geometry"},
-    "draw": {"geometry", "oracle", "planning"},
+    "draw": {"geometry", "layout", "oracle", "planning"},
     "measure": set(),
     "processes": set(),
-    "demo": {"measure", "oracle", "processes", "ringspan"},
+    "public": {"geometry", "api", "kernels", "nn", "prices", "ring"},
+    "evidence": {
+        *("api", "geometry", "kernels", "layout", "measure", "oracle", "planning", "processes"),
+        *("ring", "ringspan", "travel"),
+    },
+    "verify": {"api", "evidence", "geometry", "layout", "oracle", "prices", "processes", "ring"},
+    "bench": {"evidence", "geometry", "layout", "measure", "processes", "ringspan"},
+    "cli": {"bench", "draw", "evidence", "geometry", "layout", "planning", "ringspan", "verify"},
+    "__main__": {"cli"},
 }
 
 

@@ -3,13 +3,26 @@
 >>> import torch, ringspan as rs
 >>> q, k, v = torch.randn(3, 1, 4096, 8, 64).unbind()
 >>> out = rs.attention(q, k, v, pattern=rs.Dilated((1024, 4096), (1, 4)), causal=True)
+
+The public names live in `ringspan.public` and arrive together when the first of them is used: `ringspan --help` and the
+pure-integer parts need no torch, and do not wait for it.
 """
 
-from ringspan import kernels, nn
-from ringspan.api import attention
-from ringspan.geometry import Dilated, Full, Pattern
-from ringspan.prices import best_layout, plan
-from ringspan.ring import Ring, RingError, SimulatedRing
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ringspan import kernels, nn
+    from ringspan.public import (
+        Dilated,
+        Full,
+        Pattern,
+        Ring,
+        RingError,
+        SimulatedRing,
+        attention,
+        best_layout,
+        plan,
+    )
 
 __version__ = "0.1.0"
 
@@ -27,3 +40,16 @@ __all__ = [
     "nn",
     "plan",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'ringspan' has no attribute {name!r}")
+    from ringspan import public  # noqa: PLC0415
+
+    globals().update({each: getattr(public, each) for each in public.__all__})
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

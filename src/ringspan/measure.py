@@ -1,4 +1,4 @@
-"""Peak memory of this process, as the system reports it."""
+"""Memory of this process, as the system reports it: its peak, and a limit to its growth."""
 
 from __future__ import annotations
 
@@ -26,6 +26,18 @@ def peak_growth(call: Callable[[], Result]) -> tuple[Result, int]:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     result = call()
     return result, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * unit
+
+
+def limit_growth(more_bytes: int) -> None:
+    """From here on, let this process's data grow by so many bytes: allocations beyond that fail.
+
+    Calling it again sets the limit anew, from where the process is then. Does nothing but on Linux.
+    """
+    if sys.platform != "linux":
+        return
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    soft = _status_bytes("VmData") + more_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
 
 
 def _status_bytes(field: str) -> int:

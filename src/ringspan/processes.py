@@ -5,11 +5,14 @@ For real work use torchrun; this is torch.multiprocessing with a rendezvous in a
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import signal
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +37,33 @@ def run_local_ranks(
             )
             for rank in range(size)
         ]
-        for worker in workers:
-            worker.start()
         try:
+            with _interrupts_deferred():
+                for worker in workers:
+                    worker.start()
             return _collect(workers, results, time.monotonic() + timeout_seconds)
         finally:
-            for worker in workers:
+            for worker in (worker for worker in workers if worker.pid is not None):
                 worker.kill()
                 worker.join()
+
+
+@contextlib.contextmanager
+def _interrupts_deferred() -> Iterator[None]:
+    """Processes started inside never see Ctrl-C, and are started whole: the caller is interrupted when it is over."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread is ever interrupted
+        return
+    came: list[bool] = []
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # what processes inherit
+    handler = signal.signal(signal.SIGINT, lambda *_: came.append(True))  # another thread may still take the signal
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    if came:
+        raise KeyboardInterrupt
 
 
 def _collect(workers: list[Any], results: Any, deadline: float) -> list[Any]:
@@ -57,7 +79,11 @@ def _collect(workers: list[Any], results: Any, deadline: float) -> list[Any]:
             continue
         rank, value, failure = results.get()
         if failure:
-            raise RuntimeError(f"rank {rank} raised:\n{failure}")
+            raised = RuntimeError(f"rank {rank} raised:\n{failure}")
+            for other, worker in enumerate(workers):
+                if (worker.exitcode or 0) < 0:  # killed: what the others raise is but the echo
+                    raise RuntimeError(f"rank {other} died with exit code {worker.exitcode}") from raised
+            raise raised
         found[rank] = value
     return [found[rank] for rank in range(len(workers))]
 

@@ -16,7 +16,8 @@ import torch
 def describe_machine() -> dict[str, str | int | float]:
     """What stands beside every table: processor, cores, memory, versions and the date."""
     cpuinfo = Path("/proc/cpuinfo")
-    models = [line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     return {
         "processor": models[0] if models else platform.processor(),
         "cores": os.cpu_count() or 1,

@@ -1,0 +1,162 @@
+"""Who is measured: ringspan, its simulation, and other implementations; what each can do, and how a rank calls it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+import ringspan as rs
+from ringspan.bench.cases import Case
+from ringspan.evidence import peers
+from ringspan.evidence.masked import Attend, blockwise_flex, masked_sdpa
+from ringspan.geometry import Dilated, Full, Pattern
+from ringspan.layout import LayoutName
+
+_ANY = 1_000_000
+
+
+def _everything_is_there() -> str:
+    return ""
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """``prepare(case)`` runs on every rank and returns the call to be timed, on that rank's rows.
+
+    ``missing()`` says what has to be installed first, or nothing. ``layout`` is the one that it needs, if it needs one.
+    ``compiled``: it is warmed up at the length that is measured, since it compiles for that length alone.
+    """
+
+    name: str
+    title: str
+    prepare: Callable[[Case], Attend]
+    patterns: tuple[type[Pattern], ...] = (Full,)
+    most_ranks: int = _ANY
+    backward: bool = True
+    compiled: bool = False
+    layout: LayoutName | None = None
+    missing: Callable[[], str] = _everything_is_there
+
+    def offers(self, pattern: Pattern, ranks: int) -> bool:
+        return isinstance(pattern, self.patterns) and ranks <= self.most_ranks
+
+
+def _ringspan(case: Case) -> Attend:
+    options = dict(pattern=case.pattern, causal=case.causal, seq_len=case.tokens)
+    ring = rs.Ring(layout=case.layout) if case.ranks > 1 else None
+    return partial(rs.attention, ring=ring, **options)
+
+
+class SimulatedAttention:
+    """All ranks of a ring in this process, on whole tensors; ``ring`` counts what each virtual rank holds."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.ring = case, rs.SimulatedRing(case.ranks, case.layout)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return rs.attention(q, k, v, pattern=self.case.pattern, causal=self.case.causal, ring=self.ring)
+
+
+def _sdpa(case: Case) -> Attend:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return scaled_dot_product_attention(q, k, v, is_causal=case.causal).transpose(1, 2)
+
+    return attend
+
+
+def _masked_sdpa(case: Case) -> Attend:
+    return masked_sdpa(case.pattern, case.tokens, case.heads, causal=case.causal, dtype=case.torch_dtype)
+
+
+def _flex(case: Case) -> Attend:
+    assert isinstance(case.pattern, Dilated)
+    return blockwise_flex(case.pattern, case.tokens, case.heads, causal=case.causal)
+
+
+def _other_ring(attention: peers.Attention, case: Case) -> Attend:
+    return partial(attention, causal=case.causal, group=dist.group.WORLD)  # type: ignore[arg-type]
+
+
+def _needs(module: str, remedy: str) -> str:
+    return "" if importlib.util.find_spec(module) else f"{module} is not installed: {remedy}"
+
+
+def _needs_compiler() -> str:
+    compilers = (os.environ.get("CXX", ""), "c++", "g++", "clang++")
+    return "" if any(map(shutil.which, filter(None, compilers))) else "needs a C++ compiler to compile with"
+
+
+OURS = (
+    Implementation("ringspan", "ringspan", _ringspan, patterns=(Full, Dilated)),
+    Implementation("simulated", "ringspan, simulated ring", SimulatedAttention, patterns=(Full, Dilated)),
+)
+PEERS = (
+    Implementation("sdpa", "torch SDPA", _sdpa, most_ranks=1),
+    Implementation("sdpa_mask", "torch SDPA with a mask", _masked_sdpa, patterns=(Dilated,), most_ranks=1),
+    Implementation(
+        "flex",
+        "torch FlexAttention",
+        _flex,
+        patterns=(Dilated,),
+        most_ranks=1,
+        backward=False,
+        compiled=True,
+        missing=_needs_compiler,
+    ),
+    Implementation(
+        "torch_ring",
+        "torch's own ring",
+        partial(_other_ring, peers.torch_ring),
+        layout="zigzag",
+        missing=partial(
+            _needs, "torch.distributed.tensor.experimental._context_parallel", "this version of torch is without it"
+        ),
+    ),
+    Implementation(
+        "ring_attention_pytorch",
+        "ring-attention-pytorch",
+        partial(_other_ring, peers.ring_attention_pytorch),
+        layout="contiguous",
+        missing=partial(_needs, "ring_attention_pytorch", "pip install 'ringspan[peers]'"),
+    ),
+    Implementation("all_gather", "all-gather", partial(_other_ring, peers.all_gather), layout="contiguous"),
+)
+IMPLEMENTATIONS = {one.name: one for one in OURS + PEERS}
+PEER_NAMES = tuple(one.name for one in PEERS)
+
+
+def make_cases(
+    names: Sequence[str],
+    patterns: Sequence[Pattern],
+    tokens: Sequence[int],
+    ranks: Sequence[int],
+    *,
+    causal: bool = True,
+    layout: LayoutName | None = None,
+    dtype: str = "float32",
+    heads: int = 8,
+    dim: int = 64,
+    backward: bool = True,
+) -> list[Case]:
+    """A case for every pattern, length, number of ranks and implementation that go together.
+
+    ``layout`` is ringspan's; None takes the better one for each case (`rs.best_layout`). An implementation that is not
+    installed has its cases all the same: they become rows that say so.
+    """
+    cases = []
+    for n, pattern, size, name in product(tokens, patterns, ranks, names):
+        who = IMPLEMENTATIONS[name]
+        if who.offers(pattern, size):
+            rows = who.layout or layout or rs.best_layout(pattern, n, size, causal=causal, heads=heads).layout
+            cases.append(Case(name, pattern, n, size, causal, rows, dtype, heads, dim, backward and who.backward))
+    return cases

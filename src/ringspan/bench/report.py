@@ -1,0 +1,89 @@
+"""The report of a benchmark: one page from all its trials, and the files it becomes (JSON, Markdown, HTML)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ringspan.bench.cases import Case, pattern_label
+from ringspan.bench.forecast import is_planned
+from ringspan.bench.ladder import Settings
+from ringspan.bench.pictures import memory_picture, process_count, throughput_picture
+from ringspan.bench.store import Store
+from ringspan.bench.summaries import Summary, speed_up, summarize
+from ringspan.bench.tables import (
+    failures_table,
+    longest_table,
+    mebibytes,
+    memory_table,
+    seconds,
+    speed_table,
+)
+from ringspan.bench.trials import Trial
+from ringspan.evidence.machine import describe_machine, one_line
+from ringspan.evidence.pages import Page, write_page
+
+
+def make_page(trials: Sequence[Trial], command: str) -> Page:
+    """Tables of speed, memory, longest lengths and failures, with plots where there is something to plot."""
+    summaries = summarize(trials)
+    page = Page("ringspan bench", headline(summaries), command, one_line(describe_machine()))
+    if any(summary.measured for summary in summaries.values()):
+        page.parts.append(speed_table(summaries))
+        page.parts.append(throughput_picture(summaries))
+        page.parts.append(memory_table(summaries))
+        page.parts.append(memory_picture(summaries))
+    page.parts.append(longest_table(summaries))
+    failures = failures_table(summaries)
+    if failures:
+        page.parts.append(failures)
+    return page
+
+
+def headline(summaries: dict[Case, Summary]) -> str:
+    """One plain sentence: the longest case of ringspan on the most processes, and what it gained by them."""
+    ours = [s for case, s in summaries.items() if case.implementation == "ringspan" and s.measured]
+    if not ours:
+        return "Nothing was measured; the last table says why."
+    best = max(ours, key=lambda s: (s.case.tokens, s.case.ranks))
+    case, gain = best.case, speed_up(summaries, best.case)
+    causal = "causal" if case.causal else "not causal"
+    passes = "forward and backward" if case.backward else "forward"
+    faster = f", {gain.median:.2f} times as fast as one" if gain else ""
+    return (
+        f"{case.tokens:,} tokens ({pattern_label(case.pattern)}, {causal}, {case.heads} heads of {case.dim}, "
+        f"{case.dtype}), {passes}, in {seconds(best.total.median)} on {process_count(case.ranks)}{faster}, "
+        f"with {mebibytes(best.rank_bytes.median)} on the largest rank."
+    )
+
+
+def as_json(trials: Sequence[Trial], settings: Settings, store: Store, command: str) -> dict[str, Any]:
+    """Everything: the machine, the settings, all trials, and their summaries."""
+    return {
+        "command": command,
+        "machine": describe_machine(),
+        "settings": {
+            "memory_bytes": settings.limits.memory_bytes,
+            "time_limit_seconds": settings.limits.seconds,
+            "rounds": settings.rounds,
+            "threads": settings.threads,
+        },
+        "fingerprint": store.fingerprint,
+        "summaries": [summary.as_json() for summary in summarize(trials).values()],
+        "trials": [trial.as_json() for trial in trials],
+    }
+
+
+def write_report(page: Page, document: dict[str, Any], folder: Path) -> dict[str, Path]:
+    """Write bench.json, bench.md with its pictures, and bench.html; where each one is."""
+    paths = write_page(page, folder, "bench")
+    paths["json"] = folder / "bench.json"
+    paths["json"].write_text(json.dumps(document, indent=1) + "\n")
+    return paths
+
+
+def ringspan_crashed(trials: Sequence[Trial]) -> list[Trial]:
+    """Trials that speak against ringspan: running out of memory or time is a result, a crash is a defect."""
+    return [t for t in trials if t.outcome == "crashed" and is_planned(t.case)]

@@ -1,0 +1,117 @@
+"""Suites: fixed sets of cases. `results` has those behind docs/results.md, the tables that the project shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ringspan.bench.cases import Case
+from ringspan.bench.implementations import make_cases
+from ringspan.bench.ladder import Settings
+from ringspan.bench.trials import Limits
+from ringspan.geometry import Dilated, Full
+
+SUITES = ("results",)
+RINGS = ("torch_ring", "ring_attention_pytorch", "all_gather")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One table of a suite: its cases, and how they are run."""
+
+    name: str
+    cases: Sequence[Case]
+    settings: Settings
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The sizes of the `results` suite. Lengths grow in steps, since each step is checked before the next is tried."""
+
+    pattern: Dilated
+    two_tokens: Sequence[int]
+    memory_tokens: Sequence[int]
+    simulated_rings: Sequence[int]
+    real_rings: Sequence[int]
+    longest_tokens: Sequence[int]
+    rank_budget_bytes: int
+    one_length: int
+    long_length: int
+    long_dtypes: Sequence[str]
+    rounds: int
+    attempts: int
+
+
+FULL_SCALE = Scale(
+    pattern=Dilated((2048, 8192, 32768), (1, 4, 16)),
+    two_tokens=(4096, 8192, 16384, 32768),
+    memory_tokens=(4096, 16384),
+    simulated_rings=(1, 2, 4, 8, 16, 32),
+    real_rings=(1, 2, 4, 8),
+    longest_tokens=(4096, 8192, 16384, 32768, 65536, 131072),
+    rank_budget_bytes=2**30,
+    one_length=8192,
+    long_length=524288,
+    long_dtypes=("float32",),
+    rounds=3,
+    attempts=3,
+)
+QUICK_SCALE = Scale(
+    pattern=Dilated((64, 256, 1024), (1, 4, 16)),
+    two_tokens=(256, 512),
+    memory_tokens=(256, 512),
+    simulated_rings=(1, 2, 4),
+    real_rings=(1, 2),
+    longest_tokens=(256, 512, 65536),
+    rank_budget_bytes=2**28,
+    one_length=512,
+    long_length=4096,
+    long_dtypes=("float32",),
+    rounds=1,
+    attempts=1,
+)
+_TRIAL_SECONDS = 90.0  # of the short cases
+_LONG_TRIAL_SECONDS = 1200.0  # of the long length
+_REPEAT_UP_TO_SECONDS = 20.0  # longer trials average over the machine's moods by themselves
+
+
+def results_parts(scale: Scale, memory_bytes: int, threads: int) -> list[Part]:
+    """The parts of the `results` suite. They share trials: what one has measured, the others need not run again."""
+    patterns = (scale.pattern, Full())
+    settings = Settings(
+        Limits(memory_bytes, _TRIAL_SECONDS), scale.rounds, threads, scale.attempts, _REPEAT_UP_TO_SECONDS
+    )
+    once = replace(settings, rounds=1)
+    small = [ranks for ranks in scale.real_rings if ranks > 1]
+    two = make_cases(("ringspan", "sdpa", *RINGS[:2]), patterns, scale.two_tokens, (1,)) + make_cases(
+        ("ringspan", *RINGS), patterns, scale.two_tokens, (2,)
+    )
+    memory = (
+        make_cases(("simulated",), patterns, scale.memory_tokens, scale.simulated_rings)
+        + make_cases(("ringspan",), patterns, scale.memory_tokens, scale.real_rings)
+        + make_cases(RINGS, patterns, scale.memory_tokens, small)
+    )
+    at_one_length = make_cases(
+        ("ringspan", "sdpa", "sdpa_mask", "flex", *RINGS[:2]), patterns, (scale.one_length,), (1,)
+    ) + make_cases(("ringspan", *RINGS), patterns, (scale.one_length,), (2,))
+    longest_names = {1: ("ringspan", "sdpa", "sdpa_mask", "flex"), 2: ("ringspan", *RINGS)}
+    longest = [
+        Part(
+            f"longest on {ranks}",
+            make_cases(names, patterns, scale.longest_tokens, (ranks,)),
+            replace(once, limits=Limits(ranks * scale.rank_budget_bytes, _TRIAL_SECONDS)),
+        )
+        for ranks, names in longest_names.items()
+    ]
+    long = [
+        case
+        for dtype in scale.long_dtypes
+        for case in make_cases(("ringspan",), (scale.pattern,), (scale.long_length,), (1, 2), dtype=dtype)
+    ]
+    return [
+        Part("one against two", two, settings),
+        Part("one length", at_one_length, settings),
+        Part("memory", memory, once),
+        *longest,
+        Part("long", long, replace(once, limits=Limits(memory_bytes, _LONG_TRIAL_SECONDS))),
+    ]

@@ -1,0 +1,192 @@
+"""Tables of a benchmark: speed, memory, longest lengths, and what did not run; and how figures are written in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ringspan.bench.cases import Case, pattern_label
+from ringspan.bench.forecast import Forecast, planned_bytes
+from ringspan.bench.implementations import IMPLEMENTATIONS
+from ringspan.bench.summaries import Reach, Spread, Summary, reaches, speed_up
+from ringspan.bench.trials import Limits, Trial
+from ringspan.evidence.pages import Rows, Table
+from ringspan.geometry import Dilated, Pattern
+
+Summaries = Mapping[Case, Summary]
+
+SPEED_TEXT = """\
+Medians over rounds in which all cases of a length take turns, each trial in fresh processes and the slower rank
+counting; in brackets the lowest and the highest. Speed-up is against the same implementation on one process. Load:
+cores that other programs kept busy meanwhile, at most; trials that they disturbed to the last are counted as such."""
+MEMORY_TEXT = """\
+Growth of a rank's resident memory at its peak: its rows of inputs, outputs and gradients, parcels, workspace and masks.
+Planned: what ringspan's plan says before anything runs, for the largest rank; it leaves out the workspace (16 MiB) and
+what libraries and allocators keep."""
+LONGEST_TEXT = "The longest length at which every trial succeeded, and what ended the climb to longer ones."
+_SPEED_COLUMNS = ("forward", "backward", "total", "tokens/s", "speed-up", "load", "trials")
+FAILED_TEXT = "A length that fails ends the climb of that implementation on that many processes."
+
+
+def seconds(value: float) -> str:
+    """Three digits are enough for a time.
+
+    >>> seconds(0.1234), seconds(12.34), seconds(123.4)
+    ('0.123 s', '12.3 s', '123 s')
+    """
+    digits = 3 if value < 1 else 2 if value < 10 else 1 if value < 100 else 0
+    return f"{value:,.{digits}f} s"
+
+
+def seconds_with_spread(figures: Spread) -> str:
+    """The median, and in brackets the lowest and the highest.
+
+    >>> seconds_with_spread(Spread(2.0, 1.5, 2.5, 3))
+    '2.00 s (1.50 - 2.50)'
+    """
+    if figures.count == 1:
+        return seconds(figures.median)
+    low, high = (seconds(x).removesuffix(" s") for x in (figures.low, figures.high))
+    return f"{seconds(figures.median)} ({low} - {high})"
+
+
+def factor(figures: Spread | None) -> str:
+    if figures is None:
+        return ""
+    bounds = f" ({figures.low:.2f} - {figures.high:.2f})" if figures.count > 1 else ""
+    return f"{figures.median:.2f} x{bounds}"
+
+
+def mebibytes(size: float) -> str:
+    return f"{size / 2**20:,.0f} MiB"
+
+
+def title_of(case: Case) -> str:
+    return IMPLEMENTATIONS[case.implementation].title
+
+
+def pattern_names(summaries: Summaries) -> dict[Pattern, str]:
+    """A short name for each pattern: "dilated" if there is but one of that kind."""
+    patterns = {case.pattern for case in summaries}
+    alone = sum(isinstance(pattern, Dilated) for pattern in patterns) == 1
+    return {p: "dilated" if alone and isinstance(p, Dilated) else pattern_label(p) for p in patterns}
+
+
+def trials_cell(summary: Summary) -> str:
+    count = str(len(summary.measured))
+    return f"{count} ({summary.disturbed} disturbed)" if summary.disturbed else count
+
+
+def speed_table(summaries: Summaries) -> Table:
+    names = pattern_names(summaries)
+    rows = [["implementation", "pattern", "tokens", "processes", *_SPEED_COLUMNS]]
+    for case, summary in summaries.items():
+        if summary.measured:
+            rows.append(
+                [
+                    title_of(case),
+                    names[case.pattern],
+                    f"{case.tokens:,}",
+                    str(case.ranks),
+                    seconds_with_spread(summary.forward),
+                    seconds_with_spread(summary.backward) if case.backward else "not run",
+                    seconds_with_spread(summary.total),
+                    f"{summary.tokens_per_second:,.0f}",
+                    factor(speed_up(summaries, case)),
+                    f"{summary.foreign_cores:.2f}",
+                    trials_cell(summary),
+                ]
+            )
+    return Table("Speed", rows, SPEED_TEXT)
+
+
+def terminal_table(summaries: Summaries) -> Table:
+    """Medians alone, narrow enough for a terminal; the report has the rest."""
+    names = pattern_names(summaries)
+    patterns = ", ".join(dict.fromkeys(pattern_label(case.pattern) for case in summaries))
+    rows: Rows = [["", "tokens", "ranks", "forward", "backward", "tokens/s", "speed-up", "of a rank"]]
+    for case, summary in summaries.items():
+        who = case.implementation if len(names) == 1 else f"{case.implementation}, {names[case.pattern]}"
+        start = [who, f"{case.tokens:,}", str(case.ranks)]
+        if not summary.measured:
+            rows.append([*start, summary.failure.outcome if summary.failure else "", "", "", "", ""])
+            continue
+        gain = speed_up(summaries, case)
+        backward = seconds(summary.backward.median) if case.backward else ""
+        figures = [seconds(summary.forward.median), backward, f"{summary.tokens_per_second:,.0f}"]
+        rows.append([*start, *figures, f"{gain.median:.2f} x" if gain else "", mebibytes(summary.rank_bytes.median)])
+    return Table(f"Medians ({patterns})", rows)
+
+
+def memory_table(summaries: Summaries) -> Table:
+    names = pattern_names(summaries)
+    rows = [["implementation", "pattern", "tokens", "processes", "largest rank", "all ranks", "planned"]]
+    for case, summary in summaries.items():
+        if summary.measured:
+            planned = mebibytes(max(planned_bytes(case))) if case.implementation == "ringspan" else ""
+            largest = summary.rank_bytes.median
+            together = max(sum(trial.peak_bytes) for trial in summary.measured)
+            rows.append(
+                [
+                    title_of(case),
+                    names[case.pattern],
+                    f"{case.tokens:,}",
+                    str(case.ranks),
+                    mebibytes(largest),
+                    mebibytes(together),
+                    planned,
+                ]
+            )
+    return Table("Memory", rows, MEMORY_TEXT)
+
+
+def longest_table(summaries: Summaries, title: str = "Longest length", text: str = LONGEST_TEXT) -> Table:
+    names = pattern_names(summaries)
+    rows = [["implementation", "pattern", "processes", "longest", "tokens/s", "memory of a rank", "ended by"]]
+    for reach in reaches(summaries):
+        ladder = reach.ladder
+        rows.append([title_of(ladder), names[ladder.pattern], str(ladder.ranks), *reach_cells(reach)])
+    return Table(title, rows, text)
+
+
+def reach_cells(reach: Reach) -> list[str]:
+    end = f"{reach.ended_by.case.tokens:,}: {why(reach.ended_by)}" if reach.ended_by else "the longest asked for"
+    if reach.longest is None:
+        return ["none", "", "", end]
+    longest = reach.longest
+    passes = "" if longest.case.backward else " (forward only)"
+    speed = f"{longest.tokens_per_second:,.0f}{passes}"
+    return [f"{longest.case.tokens:,}", speed, mebibytes(longest.rank_bytes.median), end]
+
+
+def failures_table(summaries: Summaries) -> Table | None:
+    """Each failure; the longer lengths that were not tried because of it share its row. None if everything ran."""
+    rows: Rows = [["implementation", "pattern", "processes", "tokens", "outcome", "reason"], *failure_rows(summaries)]
+    return Table("What did not run, and why", rows, FAILED_TEXT) if len(rows) > 1 else None
+
+
+def failure_rows(summaries: Summaries) -> Rows:
+    names = pattern_names(summaries)
+    rows: Rows = []
+    for reach in reaches(summaries):
+        if reach.ended_by is None:
+            continue
+        ladder, failed = reach.ladder, reach.ended_by
+        longer = [c for c, s in summaries.items() if c.ladder == ladder and c.tokens > failed.case.tokens and s.failure]
+        untried = f"; {len(longer)} longer not tried" if longer else ""
+        where = [title_of(ladder), names[ladder.pattern], str(ladder.ranks)]
+        rows.append([*where, f"{failed.case.tokens:,}{untried}", failed.outcome, failed.reason])
+    return rows
+
+
+def why(trial: Trial) -> str:
+    """An outcome and its reason in one phrase."""
+    return f"{trial.outcome} ({trial.reason})" if trial.reason else trial.outcome
+
+
+def forecast_table(title: str, forecasts: Sequence[Forecast], limits: Limits) -> Table:
+    """What would be run; of other implementations nothing is known but a lower bound."""
+    rows = [["case", "layout", "all ranks need", "obstacle"]]
+    for one in forecasts:
+        bound = "" if one.exact else "at least "
+        rows.append([str(one.case), one.case.layout, bound + mebibytes(one.memory_bytes), one.obstacle])
+    return Table(f"{title}: {len(forecasts)}, {mebibytes(limits.memory_bytes)} allowed for each", rows)

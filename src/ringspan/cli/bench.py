@@ -1,0 +1,311 @@
+"""`ringspan bench`: how fast, how large, how long. Each trial in fresh processes, within a memory budget."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ringspan.cli.bench_values import read_as, read_bytes, read_dtype, read_layout, read_lengths
+from ringspan.cli.options import AsJson, Dim, Heads, read_counts, read_pattern
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ringspan.bench.cases import Case
+    from ringspan.bench.ladder import Settings
+    from ringspan.bench.store import Store
+    from ringspan.bench.suites import Part
+    from ringspan.bench.trials import Trial
+
+_SHARE_OF_FREE_MEMORY = 0.8
+_OF_CASES = (
+    "tokens",
+    "ranks",
+    "pattern",
+    "causal",
+    "layout",
+    "dtype",
+    "heads",
+    "dim",
+    "forward_only",
+    "peers",
+    "rounds",
+)
+
+
+def bench(
+    context: typer.Context,
+    tokens: Annotated[
+        str, typer.Option("--tokens", "-n", metavar="COUNTS", help="Lengths with commas, or doubling: 4k..32k.")
+    ] = "4k..32k",
+    ranks: Annotated[str, typer.Option("--ranks", "-k", metavar="COUNTS", help="Ring sizes, with commas.")] = "1,2",
+    pattern: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN",
+            help="full, or SEGMENTxRATE pairs. Say it again for another.",
+            show_default="2048x1,8192x4,32768x16",
+        ),
+    ] = None,
+    causal: Annotated[bool, typer.Option(help="Whether a query sees only keys up to itself.")] = True,
+    layout: Annotated[str, typer.Option(help="contiguous, zigzag, or best: the better one for each case.")] = "best",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
+    heads: Heads = 8,
+    dim: Dim = 64,
+    forward_only: Annotated[bool, typer.Option("--forward-only", help="Leave the backward pass out.")] = False,
+    peers: Annotated[
+        bool,
+        typer.Option("--peers", help="Others beside it: for full, other rings and SDPA; for dilated, masks and Flex."),
+    ] = False,
+    rounds: Annotated[int, typer.Option(help="How often each case is measured, in turns.", min=1)] = 3,
+    memory: Annotated[
+        str,
+        typer.Option(
+            metavar="BYTES", help="Budget of all processes together: 8GiB.", show_default="80 % of what is free"
+        ),
+    ] = "",
+    time_limit: Annotated[
+        float, typer.Option(metavar="SECONDS", help="For one trial, its start included.", min=1)
+    ] = 120.0,
+    threads: Annotated[int, typer.Option(help="Threads of each process.", min=1)] = 1,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Where trials and the report go.",
+            show_default="ringspan-report; with --suite the current folder",
+        ),
+    ] = None,
+    suite: Annotated[
+        str, typer.Option(metavar="NAME", help="A fixed set of cases: results writes docs/results.md.")
+    ] = "",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="With --suite: tiny lengths, to see that it all runs.")
+    ] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure everything anew, instead of going on.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List the cases with the memory they need; run none.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure speed, memory and the longest length, over lengths and ring sizes; write a report.
+
+    Safe to run: each trial has its own processes and a memory limit, lengths grow step by step, and what does not fit
+    is a row of the result with its reason. Ctrl-C loses nothing: the same command goes on where it stopped. Times are
+    medians over rounds in which all cases take turns. Without options it takes about three minutes on two cores.
+
+    **Examples**
+
+    `ringspan bench`
+
+    `ringspan bench --tokens 16k..1M --memory 8GiB --dry-run`
+
+    `ringspan bench --pattern full --ranks 1,2,4 --peers`
+
+    `ringspan bench --tokens 512k --rounds 1 --time-limit 900`
+
+    `ringspan bench --suite results --quick`
+    """
+    from rich.console import Console  # noqa: PLC0415
+
+    from ringspan.bench.implementations import PEER_NAMES, make_cases  # noqa: PLC0415
+    from ringspan.bench.ladder import Settings  # noqa: PLC0415
+    from ringspan.bench.suites import Part  # noqa: PLC0415
+    from ringspan.bench.trials import Limits  # noqa: PLC0415
+    from ringspan.geometry import Full  # noqa: PLC0415
+
+    progress = Console(stderr=True)
+    budget = read_as("--memory", read_bytes, memory) if memory else _free_share()
+    if suite or quick:
+        _check_suite(context, suite)
+        _run_suite(progress, budget, threads, out, quick=quick, fresh=fresh, dry_run=dry_run, as_json=as_json)
+        return
+    settings = Settings(Limits(budget, time_limit), rounds, threads)
+    cases = make_cases(
+        ("ringspan", *PEER_NAMES) if peers else ("ringspan",),
+        [read_as("--pattern", read_pattern, text) for text in pattern or ["2048x1,8192x4,32768x16"]],
+        read_as("--tokens", read_lengths, tokens),
+        read_as("--ranks", read_counts, ranks),
+        causal=causal,
+        layout=read_as("--layout", read_layout, layout),
+        dtype=read_as("--dtype", read_dtype, dtype),
+        heads=heads,
+        dim=dim,
+        backward=not forward_only,
+    )
+    if peers and not any(isinstance(case.pattern, Full) for case in cases):
+        progress.print("Other rings know plain attention only: add --pattern full to see them.", highlight=False)
+    if dry_run:
+        _show_cases([Part("cases", cases, settings)], as_json)
+        return
+    _measure(progress, cases, settings, out or Path("ringspan-report"), fresh=fresh, as_json=as_json)
+
+
+def _measure(
+    progress: Console, cases: Sequence[Case], settings: Settings, out: Path, *, fresh: bool, as_json: bool
+) -> None:
+    from rich.console import Console  # noqa: PLC0415
+
+    from ringspan.bench import report  # noqa: PLC0415
+    from ringspan.bench.store import Store  # noqa: PLC0415
+    from ringspan.bench.summaries import summarize  # noqa: PLC0415
+    from ringspan.bench.tables import terminal_table  # noqa: PLC0415
+    from ringspan.evidence.pages import rich_table  # noqa: PLC0415
+
+    command = _command_line()
+    store = Store(out / "bench.jsonl", settings.threads, fresh=fresh)
+    _say_what_is_there(progress, store)
+    trials = _run(progress, cases, settings, store)
+    page = report.make_page(trials, command)
+    document = report.as_json(trials, settings, store, command)
+    paths = report.write_report(page, document, out)
+    if as_json:
+        typer.echo(json.dumps(document))
+    else:
+        console = Console()
+        console.print(rich_table(terminal_table(summarize(trials))))
+        console.print(page.sentence, highlight=False, soft_wrap=True)
+        console.print(f"Report: {paths['html']} (also .md and .json)", highlight=False, soft_wrap=True)
+    _exit(progress, trials)
+
+
+def _run_suite(
+    progress: Console,
+    budget: int,
+    threads: int,
+    out: Path | None,
+    *,
+    quick: bool,
+    fresh: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    from rich.console import Console  # noqa: PLC0415
+
+    from ringspan.bench import report, results_page, suites  # noqa: PLC0415
+    from ringspan.bench.store import Store  # noqa: PLC0415
+
+    scale = suites.QUICK_SCALE if quick else suites.FULL_SCALE
+    root = out or (Path("ringspan-report/quick") if quick else Path())
+    parts = suites.results_parts(scale, budget, threads)
+    if dry_run:
+        _show_cases(parts, as_json)
+        return
+    store = Store(root / "benchmarks/results/results.jsonl", threads, fresh=fresh)
+    _say_what_is_there(progress, store)
+    found = {part.name: _run(progress, part.cases, part.settings, store, part.name) for part in parts}
+    page = results_page.make_results_page(found, scale, _command_line())
+    paths = results_page.write_results(page, root)
+    trials = [trial for part in found.values() for trial in part]
+    if as_json:
+        typer.echo(json.dumps(report.as_json(trials, parts[0].settings, store, _command_line())))
+    else:
+        console = Console()
+        console.print(page.sentence, highlight=False, soft_wrap=True)
+        console.print(f"Written: {paths['markdown']}, {paths['html']}, {store.path}", highlight=False, soft_wrap=True)
+    _exit(progress, trials)
+
+
+def _run(progress: Console, cases: Sequence[Case], settings: Settings, store: Store, title: str = "") -> list[Trial]:
+    """All trials, with a line of progress; Ctrl-C ends cleanly."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: PLC0415
+
+    from ringspan.bench.ladder import run_cases  # noqa: PLC0415
+
+    columns = (BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    bar = Progress(*columns, console=progress, refresh_per_second=2, transient=True, disable=not progress.is_terminal)
+    steps, trials = len(cases) * settings.rounds, []
+    task = bar.add_task("", total=steps)
+
+    def announce(step: int, text: str) -> None:
+        line = f"{title}: {text}" if title else text
+        bar.update(task, completed=step - 1, description=line)
+        if bar.disable:
+            progress.print(f"{step} of {steps}: {line}", highlight=False, soft_wrap=True)
+
+    try:
+        with bar:
+            for trial in run_cases(cases, settings, store, announce=announce):
+                trials.append(trial)
+                if not trial.measured:
+                    what = f"{trial.case}: {trial.outcome}: {trial.reason}"
+                    progress.print(what, highlight=False, style="yellow", soft_wrap=True)
+    except KeyboardInterrupt:
+        progress.print(
+            f"Interrupted. {len(store)} trials are kept in {store.path}: the same command goes on from there."
+        )
+        raise typer.Exit(130) from None
+    return trials
+
+
+def _say_what_is_there(progress: Console, store: Store) -> None:
+    if len(store):
+        progress.print(
+            f"Going on: {store.path} has {len(store)} trials of these conditions, which are not run again "
+            "(--fresh measures everything anew).",
+            highlight=False,
+        )
+    if store.others:
+        progress.print(f"{store.others} trials there are of other versions or settings: left alone.", highlight=False)
+
+
+def _show_cases(parts: Sequence[Part], as_json: bool) -> None:
+    """What would be run, with the memory that each case is planned to need, if that can be known before."""
+    from rich.console import Console  # noqa: PLC0415
+
+    from ringspan.bench.forecast import foretell  # noqa: PLC0415
+    from ringspan.bench.tables import forecast_table  # noqa: PLC0415
+    from ringspan.evidence.pages import rich_table  # noqa: PLC0415
+
+    found = {part.name: [foretell(case, part.settings.limits) for case in part.cases] for part in parts}
+    if as_json:
+        typer.echo(json.dumps({name: [forecast.as_json() for forecast in part] for name, part in found.items()}))
+        return
+    for part in parts:
+        Console().print(rich_table(forecast_table(part.name, found[part.name], part.settings.limits)))
+
+
+def _exit(progress: Console, trials: Sequence[Trial]) -> None:
+    """Status 0 if something was measured and ringspan never crashed; running out of memory or time is a result."""
+    from ringspan.bench.report import ringspan_crashed  # noqa: PLC0415
+
+    crashed = ringspan_crashed(trials)
+    for trial in crashed:
+        progress.print(f"Crashed: {trial.case}: {trial.reason}", style="red", highlight=False)
+    if crashed or not any(trial.measured for trial in trials):
+        raise typer.Exit(1)
+
+
+def _check_suite(context: typer.Context, suite: str) -> None:
+    from ringspan.bench.suites import SUITES  # noqa: PLC0415
+
+    if suite not in SUITES:
+        if not suite:
+            raise typer.BadParameter("is a size of a suite: say which, such as --suite results", param_hint="--quick")
+        raise typer.BadParameter(f"{suite!r}: must be {' or '.join(SUITES)}", param_hint="--suite")
+    given = [name for name in _OF_CASES if _was_given(context, name)]
+    if given:
+        options = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise typer.BadParameter(f"a suite has its own cases: leave out {options}, or --suite", param_hint="--suite")
+
+
+def _was_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _free_share() -> int:
+    import psutil  # noqa: PLC0415
+
+    return int(_SHARE_OF_FREE_MEMORY * psutil.virtual_memory().available)
+
+
+def _command_line() -> str:
+    import shlex  # noqa: PLC0415
+    import sys  # noqa: PLC0415
+
+    return shlex.join(["ringspan", *sys.argv[1:]])

@@ -1,0 +1,59 @@
+"""Options that several commands share, and how their values are read. Knows no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ringspan.geometry import Dilated, Full, Pattern
+
+
+def read_pattern(text: str) -> Pattern:
+    """``full``, or segment lengths and rates such as ``2048x1,8192x4``.
+
+    >>> read_pattern("2048x1,8k x4").segment_lengths
+    (2048, 8192)
+    """
+    if text.strip().lower() == "full":
+        return Full()
+    words = text.replace(" x", "x").replace(",", " ").split()
+    pairs = [word.partition("x") for word in words]
+    if not pairs or any(not rate for _, _, rate in pairs):
+        raise typer.BadParameter(f"{text!r}: say full, or SEGMENTxRATE pairs such as 2048x1,8192x4")
+    try:
+        return Dilated(tuple(read_count(w) for w, _, _ in pairs), tuple(read_count(r) for _, _, r in pairs))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def read_count(text: str) -> int:
+    """A whole number, also as 32k (x 1024), 4M, 1G or 1e9.
+
+    >>> read_count("32k"), read_count("1e9"), read_count("131_072")
+    (32768, 1000000000, 131072)
+    """
+    units = {"k": 2**10, "m": 2**20, "g": 2**30}
+    digits, unit = (text[:-1], units[text[-1].lower()]) if text[-1:].lower() in units else (text, 1)
+    try:
+        value = float(digits) * unit
+        whole = int(value)
+    except (OverflowError, ValueError):
+        raise typer.BadParameter(f"{text!r}: must be a whole number, such as 131072, 128k or 1e9") from None
+    if value != whole or whole < 1:
+        raise typer.BadParameter(f"{text!r}: must be a whole number of at least 1")
+    return whole
+
+
+def read_counts(text: str) -> list[int]:
+    """Whole numbers with commas between them.
+
+    >>> read_counts("1,2,4k")
+    [1, 2, 4096]
+    """
+    return [read_count(word) for word in text.split(",")]
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable result on stdout, and nothing else there.")]
+Heads = Annotated[int, typer.Option(help="Query heads.", min=1)]
+Dim = Annotated[int, typer.Option(help="Numbers in a head.", min=1)]

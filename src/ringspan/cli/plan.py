@@ -1,0 +1,199 @@
+"""`ringspan plan`: what a ring would do and cost, before there is one. Needs no torch, unless it measures or draws."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar, cast, get_args
+
+import typer
+
+from ringspan.cli.options import AsJson, Dim, Heads, read_count, read_pattern
+from ringspan.layout import LayoutName, check_layout_name
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ringspan.evidence.pages import Table
+    from ringspan.evidence.rates import KnownRates
+    from ringspan.planning import Passing, RingPlan
+    from ringspan.planning.breakeven import BreakEven
+
+Value = TypeVar("Value")
+
+
+def plan(
+    pattern: Annotated[
+        str, typer.Option(metavar="PATTERN", help="full, or SEGMENTxRATE pairs.")
+    ] = "2048x1,8192x4,32768x16",
+    tokens: Annotated[
+        str, typer.Option("--tokens", "-n", metavar="COUNT", help="Length: 131072, 128k or 1e9.")
+    ] = "128k",
+    ranks: Annotated[str, typer.Option("--ranks", "-k", metavar="COUNT", help="Size of the ring.")] = "4",
+    rank: Annotated[
+        int | None, typer.Option(help="Price this rank only.", min=0, show_default="all, or a sample")
+    ] = None,
+    layout: Annotated[str, typer.Option(help="contiguous, zigzag or both.")] = "both",
+    causal: Annotated[bool, typer.Option(help="Whether a query sees only keys up to itself.")] = True,
+    passing: Annotated[str, typer.Option(help="relay (neighbour to neighbour) or direct (from the owner).")] = "relay",
+    heads: Heads = 8,
+    kv_heads: Annotated[int | None, typer.Option(help="KV heads.", min=1, show_default="as many as heads")] = None,
+    dim: Dim = 64,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
+    batch: Annotated[int, typer.Option(help="Sequences at a time.", min=1)] = 1,
+    flops: Annotated[float | None, typer.Option(help="FLOP/s of a device.", show_default="measured")] = None,
+    bandwidth: Annotated[float | None, typer.Option(help="Bytes/s a rank sends.", show_default="measured")] = None,
+    latency: Annotated[
+        float | None, typer.Option(help="Seconds a hop costs.", show_default="measured, or 20e-6 if bandwidth is given")
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option(help="Ask from what length on a ring pays, and measure the rates not given.")
+    ] = True,
+    draw: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Draw pictures, as PNG and SVG.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Plan a ring: what each rank computes, sends and holds, which layout suits, and from what length on it pays.
+
+    No tensors, no processes: a rank of ten thousand and a billion tokens is planned in milliseconds. Only the last
+    question, from what length on a ring is faster than one device, needs rates: give them, or they are measured here
+    in a few seconds.
+
+    **Examples**
+
+    `ringspan plan --tokens 1M --ranks 8 --no-measure`
+
+    `ringspan plan --pattern full --ranks 16 --dtype bfloat16 --flops 4e14 --bandwidth 25e9`
+
+    `ringspan plan --tokens 1e9 --ranks 10000 --rank 17 --no-measure`
+
+    `ringspan plan --ranks 4 --draw pictures`
+    """
+    from rich.console import Console  # noqa: PLC0415
+
+    from ringspan.evidence import plan_tables  # noqa: PLC0415
+    from ringspan.evidence.plan_prices import make_plans, price_layout  # noqa: PLC0415
+    from ringspan.planning import advise_layout  # noqa: PLC0415
+
+    ring_size, length = _read("--ranks", read_count, ranks), _read("--tokens", read_count, tokens)
+    try:
+        plans = make_plans(
+            _read("--pattern", read_pattern, pattern),
+            length,
+            ring_size,
+            _layouts(layout),
+            causal=causal,
+            passing=cast("Passing", passing),
+            batch=batch,
+            heads=heads,
+            kv_heads=kv_heads or heads,
+            dim=dim,
+            dtype=dtype,
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    if rank is not None and rank >= ring_size:
+        raise typer.BadParameter(f"{rank}: must lie in 0 .. {ring_size - 1}", param_hint="--rank")
+
+    progress = Console(stderr=True)
+    try:
+        with progress.status("planning ...") as status:
+            prices = {name: price_layout(ring, rank) for name, ring in plans.items()}
+            both = len(plans) == len(get_args(LayoutName)) and rank is None  # one rank says little about the others
+            advice = advise_layout(plans) if both else None
+            known, answers = None, {}
+            if measure and ring_size > 1:
+                status.update("measuring how fast this machine computes and sends ...")
+                known = _rates(flops, bandwidth, latency, dtype, dim)
+                status.update("looking for the length from which on a ring pays ...")
+                answers = _break_evens(plans, known, length)
+            pictures = []
+            if draw is not None:
+                status.update("drawing ...")
+                pictures = _draw(plans, draw)
+    except KeyboardInterrupt:
+        progress.print("Interrupted.")
+        raise typer.Exit(130) from None
+
+    if as_json:
+        typer.echo(json.dumps(plan_tables.as_document(dtype, prices, advice, known, answers, list(map(str, pictures)))))
+        return
+    console = Console()
+    console.print(
+        plan_tables.headline(next(iter(plans.values())), dtype), style="bold", highlight=False, soft_wrap=True
+    )
+    _print_table(console, plan_tables.side_by_side(prices))
+    if rank is None:
+        for price in prices.values():
+            _print_table(console, plan_tables.rank_table(price))
+    console.print()
+    sentences = [f"Layout: {advice}."] if advice else []
+    if known is not None:
+        sentences += [plan_tables.break_even_sentence(ring_size, length, answers), f"Rates: {known}."]
+    sentences += [f"Picture: {path}" for path in pictures]
+    for sentence in sentences:
+        console.print(sentence, highlight=False, soft_wrap=True)
+
+
+def _read(option: str, reader: Callable[[str], Value], text: str) -> Value:
+    """A value by its reader; what is wrong with it is said together with the name of its option."""
+    try:
+        return reader(text)
+    except typer.BadParameter as error:
+        raise typer.BadParameter(error.message, param_hint=option) from error
+
+
+def _layouts(name: str) -> tuple[LayoutName, ...]:
+    if name == "both":
+        return get_args(LayoutName)
+    try:
+        check_layout_name(name)
+    except ValueError as error:
+        raise typer.BadParameter(f"{error}, or both", param_hint="--layout") from error
+    return (cast(LayoutName, name),)
+
+
+def _rates(flops: float | None, bandwidth: float | None, latency: float | None, dtype: str, dim: int) -> KnownRates:
+    from ringspan.evidence.rates import find_rates  # noqa: PLC0415
+
+    try:
+        return find_rates(flops, bandwidth, latency, dtype=dtype, dim=dim)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    except (RuntimeError, TimeoutError) as error:  # no gloo, no second process, no memory
+        way_out = "give --flops and --bandwidth, or say --no-measure"
+        raise typer.BadParameter(f"this machine could not be measured: {error}; {way_out}") from error
+
+
+def _break_evens(
+    plans: dict[LayoutName, RingPlan], known: KnownRates, tokens: int
+) -> dict[LayoutName, tuple[BreakEven, float]]:
+    from ringspan.planning.breakeven import LONGEST, break_even, speedup  # noqa: PLC0415
+
+    return {
+        name: (break_even(ring, known.rates, max(LONGEST, tokens)), speedup(ring, known.rates))
+        for name, ring in plans.items()
+    }
+
+
+def _draw(plans: dict[LayoutName, RingPlan], folder: Path) -> list[Path]:
+    try:
+        from ringspan.draw import draw_plans  # noqa: PLC0415
+
+        return draw_plans(plans, folder)
+    except ModuleNotFoundError as error:
+        raise typer.BadParameter(f"needs {error.name}: pip install 'ringspan[plot]'", param_hint="--draw") from error
+
+
+def _print_table(console: Console, table: Table) -> None:
+    from ringspan.evidence.pages import rich_table  # noqa: PLC0415
+
+    shown = rich_table(table)
+    shown.box = None  # so that ten columns fit a terminal of 80
+    shown.title = None  # it would be broken to the width of a narrow table
+    shown.columns[0].no_wrap = True
+    for column in shown.columns[1:]:
+        column.justify = "right"
+    console.print()
+    console.print(table.title, style="italic", highlight=False)
+    console.print(shown)

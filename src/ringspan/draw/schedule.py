@@ -1,0 +1,99 @@
+"""When each rank does what: ranks against hops, at the real length of the sequence."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ringspan.draw.titles import fitted, pattern_title
+from ringspan.planning import Hop, RingPlan
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_MOST_RANKS_WRITTEN, _MOST_HOPS_WRITTEN = 16, 12  # a larger schedule is drawn without words
+_NOTHING = "#F5F5F5"
+
+
+def draw_schedule(plan: RingPlan) -> Figure:
+    """Ranks (down) against hops (across): whose rows each rank works on, how much work that is, and what arrives.
+
+    A ring too large for words is drawn without them; of a very large one, an even sample of ranks is drawn.
+
+    >>> import ringspan as rs
+    >>> ring = rs.plan(rs.Dilated((64, 256), (1, 4)), 256, ring_size=4, causal=True)
+    >>> draw_schedule(ring).savefig("/dev/null", format="png")
+    """
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    ranks, hops = len(plan.sample), max(len(plan.rank(rank).hops) for rank in plan.sample)
+    small = plan.layout.ring_size <= _MOST_RANKS_WRITTEN and hops <= _MOST_HOPS_WRITTEN
+    size = (max(2.1 * hops + 1.2, 5.5), 0.85 * ranks + 1.6) if small else (9.0, 6.0)
+    figure = Figure(figsize=size, layout="constrained")
+    axis = figure.subplots()
+    if small:
+        _draw_words(axis, plan, hops)
+    else:
+        _draw_shades(figure, axis, plan, hops)
+    axis.set_ylabel("rank")
+    axis.tick_params(length=0)
+    axis.spines[:].set_visible(False)
+    title = f"{pattern_title(plan.pattern, plan.layout.rows, plan.causal)}, {plan.layout.name}"
+    drawn = "" if ranks == plan.layout.ring_size else f"; {ranks} of {plan.layout.ring_size:,} ranks drawn"
+    see = f"darker: more work; imbalance {plan.imbalance:.2f}{drawn}"
+    axis.set_title(fitted(title, see, inches=size[0]), fontsize=10)
+    return figure
+
+
+def _work(plan: RingPlan) -> list[list[int]]:
+    """(query, key) pairs of each drawn rank at each hop."""
+    return [[sum(tile.pairs for tile in hop.tiles) for hop in plan.rank(rank).hops] for rank in plan.sample]
+
+
+def _draw_words(axis: Axes, plan: RingPlan, hops: int) -> None:
+    from matplotlib import colormaps  # noqa: PLC0415
+    from matplotlib.patches import Rectangle  # noqa: PLC0415
+
+    pairs = _work(plan)
+    most, total = max(max(row) for row in pairs) or 1, sum(map(sum, pairs)) or 1
+    colours = colormaps["Blues"]
+    for rank in plan.sample:
+        for number, hop in enumerate(plan.rank(rank).hops):
+            share = pairs[rank][number] / most
+            fill = colours(0.1 + 0.8 * share) if hop.tiles else _NOTHING
+            axis.add_patch(Rectangle((number + 0.04, rank + 0.06), 0.92, 0.88, color=fill))
+            text = _hop_text(hop, number, plan.sizes.parcel_row_bytes)
+            text += f"\n{pairs[rank][number] / total:.1%} of all work" if hop.tiles else ""
+            colour = "white" if share > 0.6 else "black"
+            axis.text(number + 0.5, rank + 0.5, text, ha="center", va="center", fontsize=8, color=colour)
+    axis.set(xlim=(0, hops), ylim=(len(pairs), 0))
+    axis.set_xticks([i + 0.5 for i in range(hops)], ["own rows", *(f"hop {i}" for i in range(1, hops))])
+    axis.set_yticks([i + 0.5 for i in plan.sample], [str(i) for i in plan.sample])
+
+
+def _draw_shades(figure: Figure, axis: Axes, plan: RingPlan, hops: int) -> None:
+    import numpy as np  # noqa: PLC0415
+    from matplotlib import colormaps  # noqa: PLC0415
+
+    grid = np.full((len(plan.sample), hops), np.nan)  # not a number: nothing to compute
+    for line, row in enumerate(_work(plan)):
+        grid[line, : len(row)] = [pairs or np.nan for pairs in row]
+    axis.set_facecolor(_NOTHING)
+    shades = axis.pcolormesh(grid / np.nanmax(grid), cmap=colormaps["Blues"], vmin=0, vmax=1, rasterized=True)
+    axis.invert_yaxis()
+    figure.colorbar(shades, ax=axis, label="work of a rank at a hop (1: the most)", shrink=0.8)
+    axis.set_xlabel("hop (0: own rows; grey: nothing to compute)")
+    lines, columns = (range(0, count, max(1, count // 12)) for count in (len(plan.sample), hops))
+    axis.set_yticks([line + 0.5 for line in lines], [f"{plan.sample[line]:,}" for line in lines])
+    axis.set_xticks([column + 0.5 for column in columns], [f"{column:,}" for column in columns])
+
+
+def _hop_text(hop: Hop, number: int, row_bytes: int) -> str:
+    """What a rank does at a hop: whose parcels it computes, and how many bytes they are."""
+    if number == 0:
+        return f"{len(hop.tiles)} tiles"
+    if not hop.receives:
+        return "nothing to compute"
+    owners = ", ".join(str(owner) for owner in sorted({message.parcel.owner for message in hop.receives}))
+    received = sum(message.parcel.rows for message in hop.receives) * row_bytes
+    return f"rows of rank {owners}\n{received / 2**20:.2g} MiB"

@@ -1,0 +1,134 @@
+"""Who computes what: the plane of queries against keys, coloured by the rank that computes a pair, hop by hop.
+
+Everything is read off the plan's tiles and parcels, as the engine walks them; nothing is derived from the pattern.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ringspan.draw.titles import fitted, pattern_title
+from ringspan.layout import Layout
+from ringspan.planning import Parcel, RingPlan
+
+if TYPE_CHECKING:
+    import numpy as np
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from numpy.typing import NDArray
+
+_MOST_ROWS = 1024
+_PANELS_PER_LINE = 4
+_PANEL, _LEGEND, _NARROWEST = 2.6, 1.7, 9.0  # inches
+_NOT_SEEN, _OTHER_HOP = "#FFFFFF", "#D4D4D4"
+_LIGHTEST = 0.8  # of viridis, whose lightness rises steadily: for colour-blind eyes, and for print in grey
+
+
+def draw_work(plan: RingPlan, head: int = 0, *, note: str = "") -> Figure:
+    """One panel for each hop: which (query, key) pairs are computed at it, coloured by the rank that computes them.
+
+    >>> import ringspan as rs
+    >>> draw_work(rs.plan(rs.Dilated((8, 32), (1, 4)), 32, ring_size=4, causal=True)).savefig("/dev/null", format="png")
+    """
+    from matplotlib import colormaps  # noqa: PLC0415
+    from matplotlib.colors import BoundaryNorm, ListedColormap, to_hex  # noqa: PLC0415
+    from matplotlib.figure import Figure  # noqa: PLC0415
+    from matplotlib.patches import Patch  # noqa: PLC0415
+
+    ranks = plan.layout.ring_size
+    of_rank = [to_hex(colormaps["viridis"](_LIGHTEST * rank / max(1, ranks - 1))) for rank in range(ranks)]
+    colours = ListedColormap([_NOT_SEEN, _OTHER_HOP, *of_rank])
+    norm = BoundaryNorm([i - 2.5 for i in range(ranks + 3)], ranks + 2)
+    grids = pairs_by_hop(plan, head)
+    seen = (grids >= 0).any(axis=0)
+    across = min(len(grids), _PANELS_PER_LINE)
+    down = -(-len(grids) // across)
+    width = max(_PANEL * across + _LEGEND, _NARROWEST)
+    what = f"{pattern_title(plan.pattern, plan.layout.rows, plan.causal)}, {plan.layout.name}, KV head {head}"
+    see = "Who computes what: keys of other ranks arrive hop by hop, and only where somebody sees them"
+    title = fitted(see, what, note, inches=width - _LEGEND)
+    figure = Figure(figsize=(width, 1.1 * _PANEL * down + 0.2 * title.count("\n") + 0.5), layout="constrained")
+    panels = figure.subplots(down, across, squeeze=False)
+    for number, axis in enumerate(panels.flat):
+        if number >= len(grids):
+            axis.set_visible(False)
+            continue
+        grid = grids[number]
+        grid[~seen] = -2
+        # One image for each panel: as vector cells the picture would be megabytes large.
+        axis.pcolormesh(grid, cmap=colours, norm=norm, rasterized=True)
+        when = "own rows" if number == 0 else f"hop {number}"
+        axis.set_title(f"{when}: {(grid >= 0).sum():,} pairs", fontsize=10)
+        _mark_ranks(axis, plan.layout)
+    for axis in panels[:, 0]:
+        axis.set_ylabel("queries of rank")
+    for axis in panels[-1]:
+        axis.set_xlabel("keys of rank")
+    names = [*(f"rank {rank}" for rank in range(ranks)), "at another hop", "not seen"]
+    figure.legend(
+        handles=[
+            Patch(facecolor=colour, edgecolor="#888888", label=name)
+            for colour, name in zip([*of_rank, _OTHER_HOP, _NOT_SEEN], names, strict=True)
+        ],
+        title="computed by",
+        loc="outside right upper",
+        frameon=False,
+        fontsize=9,
+    )
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    return figure
+
+
+def pairs_by_hop(plan: RingPlan, head: int = 0) -> NDArray[np.int64]:
+    """(hops, rows, rows): which rank computes query p against key t of a KV head at each hop; -1 where none does."""
+    import numpy as np  # noqa: PLC0415
+
+    rows, ranks = plan.layout.rows, range(plan.layout.ring_size)
+    if rows > _MOST_ROWS:
+        raise ValueError(f"{rows} rows: at most {_MOST_ROWS} can be drawn pair by pair; make it small with scaled_down")
+    if not 0 <= head < plan.sizes.kv_heads:
+        raise ValueError(f"head={head}: must lie in 0 .. {plan.sizes.kv_heads - 1}")
+    held = [[row for span in plan.layout.spans(rank) for row in range(span.start, span.stop)] for rank in ranks]
+    parcels = {parcel: places for rank in ranks for parcel, places in _packed(plan, rank, head, held[rank])}
+    grid = np.full((max(len(plan.rank(rank).hops) for rank in ranks), rows, rows), -1, dtype=np.int64)
+    for rank in ranks:
+        for number, hop in enumerate(plan.rank(rank).hops):
+            for tile in hop.tiles:
+                i = head - tile.queries.head
+                if not 0 <= i < tile.queries.heads:
+                    continue
+                queries = [held[rank][row] for row in tile.queries.lane(i)]
+                row_at = dict(enumerate(held[rank])) if tile.parcel is None else parcels[tile.parcel]
+                keys = [row_at[place] for place in tile.keys.lane(i)]
+                for place, query in enumerate(queries):
+                    segment, j = divmod(place, tile.queries.rows)
+                    first = segment * tile.keys.rows
+                    grid[number, query, keys[first : first + (j + 1 if tile.causal else tile.keys.rows)]] = rank
+    return grid
+
+
+def _packed(plan: RingPlan, rank: int, head: int, held: list[int]) -> Iterator[tuple[Parcel, dict[int, int]]]:
+    """The parcels of a rank: for each place of a head in it, which row of the sequence lies there."""
+    for packing in plan.rank(rank).packings:
+        places: dict[int, int] = {}
+        for own, there in packing.combs:
+            i = head - own.head
+            if 0 <= i < own.heads:
+                places |= zip(there.lane(i), (held[row] for row in own.lane(i)), strict=True)
+        yield packing.parcel, places
+
+
+def _mark_ranks(axis: Axes, layout: Layout) -> None:
+    """Rows and columns by the rank that holds them, with thin lines between."""
+    parts = list(layout.parts(0, layout.rows))
+    middles, names = [(part.start + part.stop) / 2 for part in parts], [str(part.rank) for part in parts]
+    axis.set_xticks(middles, names, fontsize=8)
+    axis.set_yticks(middles, names, fontsize=8)
+    for part in parts[1:]:
+        axis.axhline(part.start, color="#888888", linewidth=0.4)
+        axis.axvline(part.start, color="#888888", linewidth=0.4)
+    axis.set_aspect("equal")
+    axis.invert_yaxis()
+    axis.tick_params(length=0)
+    axis.spines[:].set_color("#888888")

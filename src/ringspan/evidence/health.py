@@ -1,0 +1,210 @@
+"""What this machine offers to ringspan: devices, kernels, backends and packages, and what is missing for what.
+
+Gathered for `ringspan doctor`, as plain data; nothing is judged here but by the self-tests.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from importlib import metadata
+
+import psutil
+import torch
+import torch.distributed as dist
+
+import ringspan as rs
+from ringspan import kernels
+from ringspan.evidence.machine import describe_machine
+from ringspan.evidence.selftest import DTYPES, SelfTest, run_self_test
+
+# What is not needed to compute attention, what it is for, and what gets it.
+_OPTIONAL_PACKAGES = {
+    "typer": ("the command line", "pip install 'ringspan[cli]'"),
+    "rich": ("the command line", "pip install 'ringspan[cli]'"),
+    "psutil": ("measuring memory and load", "pip install 'ringspan[cli]'"),
+    "jinja2": ("reports as HTML", "pip install 'ringspan[cli]'"),
+    "matplotlib": ("pictures", "pip install 'ringspan[plot]'"),
+    "ring-attention-pytorch": ("comparing with another ring", "pip install 'ringspan[peers]'"),
+    "triton": ("torch.compile on GPUs", "pip install triton"),
+    "transformers": ("Hugging Face models", "pip install transformers"),
+    "deepspeed": ("sharded optimisers beside a ring", "pip install deepspeed"),
+    "safetensors": ("weights in safe files", "pip install safetensors"),
+    "tensorboard": ("curves of a training", "pip install tensorboard"),
+}
+_BACKENDS = {
+    "gloo": "CPU tensors, one machine or many",
+    "nccl": "NVIDIA GPUs",
+    "mpi": "CPU tensors, started by mpirun; torch must be built with it",
+    "xccl": "Intel GPUs",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceReport:
+    """A device, what it is, and which dtype suits it for training; ``usable`` is False for what is not there."""
+
+    name: str
+    usable: bool
+    description: str
+    suggested_dtype: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelReport:
+    name: str
+    usable: bool
+    dtypes: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceReport:
+    """Which kernel a device and dtype get, and why."""
+
+    device: str
+    dtype: str
+    kernel: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class BackendReport:
+    name: str
+    available: bool
+    carries: str
+
+
+@dataclass(frozen=True, slots=True)
+class PackageReport:
+    """A package; without a version it is missing, and ``install`` gets it."""
+
+    name: str
+    version: str
+    purpose: str
+    install: str
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Everything that `ringspan doctor` shows."""
+
+    devices: tuple[DeviceReport, ...]
+    kernels: tuple[KernelReport, ...]
+    choices: tuple[ChoiceReport, ...]
+    backends: tuple[BackendReport, ...]
+    launch: str
+    packages: tuple[PackageReport, ...]
+    self_tests: tuple[SelfTest, ...]
+
+    @property
+    def is_well(self) -> bool:
+        return all(test.holds for test in self.self_tests)
+
+    @property
+    def missing(self) -> tuple[PackageReport, ...]:
+        return tuple(package for package in self.packages if not package.version)
+
+    @property
+    def verdict(self) -> str:
+        """One plain sentence."""
+        failing = [f"{test.device} {test.dtype}" for test in self.self_tests if not test.holds]
+        if failing:
+            return f"{len(failing)} of {len(self.self_tests)} self-tests fail: {', '.join(failing)}."
+        where = ", ".join(dict.fromkeys(test.device for test in self.self_tests))
+        dtypes = ", ".join(dict.fromkeys(test.dtype for test in self.self_tests))
+        return f"ringspan works here: all {len(self.self_tests)} self-tests hold, on {where} in {dtypes}."
+
+
+def examine_machine() -> Health:
+    """Look at everything, and run the self-test of every usable device and dtype."""
+    devices = _devices()
+    pairs = [(device.name, dtype) for device in devices if device.usable for dtype in DTYPES]
+    return Health(
+        devices=devices,
+        kernels=tuple(
+            KernelReport(
+                status.kernel.name, status.usable, tuple(map(_name, status.kernel.contract.dtypes)), status.reason
+            )
+            for status in kernels.available()
+        ),
+        choices=tuple(_choice(name, dtype) for name, dtype in pairs),
+        backends=tuple(BackendReport(name, _has_backend(name), carries) for name, carries in _BACKENDS.items()),
+        launch=_launch(),
+        packages=_packages(),
+        self_tests=tuple(run_self_test(name, dtype) for name, dtype in pairs),
+    )
+
+
+def _devices() -> tuple[DeviceReport, ...]:
+    machine = describe_machine()
+    dtype, reason = kernels.suggest_dtype("cpu")
+    free = psutil.virtual_memory().available / 2**30
+    cpu = DeviceReport(
+        "cpu",
+        True,
+        f"{machine['processor']}, {machine['cores']} cores, {torch.get_num_threads()} threads, "
+        f"{machine['cpu_capability']}, {machine['memory_gib']} GiB of memory ({free:.1f} free)",
+        _name(dtype),
+        reason,
+    )
+    if not torch.cuda.is_available():
+        return cpu, DeviceReport("cuda", False, why_no_cuda(torch.__version__, torch.version.cuda))
+    return cpu, *(_cuda_device(i) for i in range(torch.cuda.device_count()))
+
+
+def why_no_cuda(torch_version: str, built_for: str | None) -> str:
+    """Why torch sees no CUDA device, and what would change that."""
+    if built_for is None:
+        return f"torch {torch_version} is built without CUDA; PyPI's build for Linux has it: pip install torch"
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if hidden is not None and hidden.strip() in ("", "-1"):
+        return f"CUDA_VISIBLE_DEVICES={hidden!r} hides all devices: unset it"
+    return f"torch is built for CUDA {built_for}, but finds no device: is there a card, and its driver? See nvidia-smi"
+
+
+def _cuda_device(i: int) -> DeviceReport:
+    properties = torch.cuda.get_device_properties(i)
+    dtype, reason = kernels.suggest_dtype(f"cuda:{i}")
+    what = f"{properties.name}, capability {properties.major}.{properties.minor}"
+    return DeviceReport(f"cuda:{i}", True, f"{what}, {properties.total_memory / 2**30:.1f} GiB", _name(dtype), reason)
+
+
+def _choice(device: str, dtype: torch.dtype) -> ChoiceReport:
+    choice = kernels.choose(device, dtype)
+    return ChoiceReport(device, _name(dtype), choice.kernel.name, choice.reason)
+
+
+def _has_backend(name: str) -> bool:
+    return dist.is_available() and dist.is_backend_available(name)
+
+
+def _launch() -> str:
+    if dist.is_available() and dist.is_torchelastic_launched():
+        rank, size = os.environ.get("RANK", "?"), os.environ.get("WORLD_SIZE", "?")
+        return f"under torchrun: rank {rank} of {size}"
+    return "not under torchrun; a ring of K processes is started by: torchrun --standalone --nproc-per-node=K PROGRAM"
+
+
+def _packages() -> tuple[PackageReport, ...]:
+    needed = (
+        PackageReport("ringspan", rs.__version__, "", ""),
+        PackageReport("python", platform.python_version(), "", ""),
+        PackageReport("torch", torch.__version__, "attention", "pip install torch"),
+    )
+    return needed + tuple(
+        PackageReport(name, _version(name), purpose, install) for name, (purpose, install) in _OPTIONAL_PACKAGES.items()
+    )
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

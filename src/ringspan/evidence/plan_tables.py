@@ -1,0 +1,168 @@
+"""How `ringspan plan` says it: tables with the layouts side by side, plain sentences, one document. Knows no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from ringspan.evidence.pages import Rows, Table
+from ringspan.evidence.plan_prices import LayoutPrice, RankPrice
+from ringspan.evidence.rates import KnownRates
+from ringspan.geometry import Full, Pattern
+from ringspan.layout import LayoutName
+from ringspan.planning import LayoutAdvice, Memory, RingPlan
+from ringspan.planning.breakeven import BreakEven
+
+
+def pattern_text(pattern: Pattern) -> str:
+    """As `--pattern` takes it."""
+    if isinstance(pattern, Full):
+        return "full"
+    return ",".join(f"{w}x{r}" for w, r in zip(pattern.segment_lengths, pattern.dilation_rates, strict=True))
+
+
+def headline(plan: RingPlan, dtype: str) -> str:
+    """What is planned, in one line."""
+    sizes, size = plan.sizes, plan.layout.ring_size
+    heads = f"{sizes.heads} heads" + (f" ({sizes.kv_heads} KV)" if sizes.kv_heads != sizes.heads else "")
+    batch = f", batch {sizes.batch}" if sizes.batch > 1 else ""
+    return (
+        f"{plan.layout.rows:,} tokens over {size:,} rank{'' if size == 1 else 's'}, {pattern_text(plan.pattern)}, "
+        f"{'causal' if plan.causal else 'not causal'}, {heads} of {sizes.dim}, {dtype}{batch}, passing: {plan.passing}"
+    )
+
+
+def side_by_side(prices: Mapping[LayoutName, LayoutPrice]) -> Table:
+    """The layouts beside one another: the largest figure of any priced rank, or the rank that was asked for."""
+    some = next(iter(prices.values()))
+    lines: Rows = [["", *prices]]
+
+    def line(name: str, show: Callable[[Sequence[RankPrice]], str]) -> None:
+        lines.append([name, *(show(price.ranks) for price in prices.values())])
+
+    line("rows", lambda ranks: f"{max(rank.rows for rank in ranks):,}")
+    line("tiles", lambda ranks: f"{max(rank.tiles for rank in ranks):,}")
+    line("hops", lambda ranks: f"{max(rank.hops for rank in ranks):,}")
+    line("parcels received", lambda ranks: f"{max(rank.parcels_received for rank in ranks):,}")
+    line("sent forward, MiB", lambda ranks: _mebi(max(rank.sent_forward for rank in ranks)))
+    line("sent backward, MiB", lambda ranks: _mebi(max(rank.sent_backward for rank in ranks)))
+    line("work, pairs", lambda ranks: f"{max(rank.work for rank in ranks):.4g}")
+    line("work, 1 = an even share", lambda ranks: f"{max(rank.share for rank in ranks):.3f}")
+    for way in ("forward", "backward"):
+        largest = [_largest_memory(price.ranks, way) for price in prices.values()]
+        lines.append([f"memory {way}, MiB", *(_mebi(memory.total) for memory in largest)])
+        lines.append(["  of it rows held", *(_mebi(memory.rows) for memory in largest)])
+        lines.append(["  of it parcels, at their peak", *(_mebi(memory.parcels) for memory in largest)])
+    if some.is_whole and len(some.ranks) > 1:
+        line("sent by all, MiB", lambda ranks: _mebi(sum(rank.sent_forward + rank.sent_backward for rank in ranks)))
+    return Table(_scope(some), lines)
+
+
+def rank_table(price: LayoutPrice) -> Table:
+    """One line for each rank of a small ring; for a large one the first, the middle, the last and the busiest."""
+    names = "rank, rows, tiles, hops, parcels in, sent fwd, sent bwd, work, memory fwd, memory bwd"
+    lines: Rows = [names.split(", ")]
+    for name, rank in price.listed().items():
+        lines.append(
+            [
+                name,
+                f"{rank.rows:,}",
+                f"{rank.tiles:,}",
+                f"{rank.hops:,}",
+                f"{rank.parcels_received:,}",
+                _mebi(rank.sent_forward),
+                _mebi(rank.sent_backward),
+                f"{rank.share:.3f}",
+                _mebi(rank.memory_forward.total),
+                _mebi(rank.memory_backward.total),
+            ]
+        )
+    return Table(f"{price.plan.layout.name}: each rank, sizes in MiB", lines)
+
+
+def break_even_sentence(ring_size: int, tokens: int, answers: Mapping[LayoutName, tuple[BreakEven, float]]) -> str:
+    """From what length on the ring pays, under the layout that pays first; the other one in brackets.
+
+    ``answers`` holds, for each layout, the break-even and how much faster the ring is at ``tokens``.
+    """
+    best = min(answers, key=lambda name: (not answers[name][0].pays, answers[name][0].length))
+    answer, faster = answers[best]
+    if not answer.pays:
+        return (
+            f"By the model, a ring of {ring_size:,} is never faster than one device, up to {answer.length:,} tokens: "
+            f"there {answer.reason}; one device works {answer.alone.work:.2g} s ({best})."
+        )
+    others = "".join(f"; {name}: {_from_length(other)}" for name, (other, _) in answers.items() if name != best)
+    return (
+        f"By the model, a ring of {ring_size:,} is faster than one device {_from_length(answer)} ({best}{others}); "
+        f"with {tokens:,} tokens it is {_times(faster)} as fast ({best})."
+    )
+
+
+def as_document(
+    dtype: str,
+    prices: Mapping[LayoutName, LayoutPrice],
+    advice: LayoutAdvice | None,
+    known: KnownRates | None,
+    answers: Mapping[LayoutName, tuple[BreakEven, float]],
+    pictures: Sequence[str],
+) -> dict[str, Any]:
+    """Everything as one JSON document; bytes and pairs as whole numbers, times in seconds."""
+    plan = next(iter(prices.values())).plan
+    return {
+        "pattern": pattern_text(plan.pattern),
+        "tokens": plan.layout.rows,
+        "ranks": plan.layout.ring_size,
+        "causal": plan.causal,
+        "passing": plan.passing,
+        "dtype": dtype,
+        "sizes": asdict(plan.sizes),
+        "layouts": {
+            name: {"all_ranks_priced": price.is_whole, "ranks": [asdict(rank) for rank in price.ranks]}
+            for name, price in prices.items()
+        },
+        "advice": asdict(advice) if advice else None,
+        "rates": {**asdict(known.rates), "sources": known.sources} if known else None,
+        "break_even": {
+            name: {**asdict(answer), "reason": answer.reason, "speedup_at_tokens": faster}
+            for name, (answer, faster) in answers.items()
+        },
+        "pictures": list(pictures),
+    }
+
+
+def _scope(price: LayoutPrice) -> str:
+    size, looked_at = price.plan.layout.ring_size, len(price.ranks)
+    if looked_at == 1:
+        return f"Rank {price.ranks[0].rank:,} of {size:,}"
+    if price.is_whole:
+        return "The largest figure of any rank"
+    return f"The largest figure of {looked_at} ranks, an even sample of {size:,}"
+
+
+def _largest_memory(ranks: Sequence[RankPrice], way: str) -> Memory:
+    found = [rank.memory_forward if way == "forward" else rank.memory_backward for rank in ranks]
+    return max(found, key=lambda memory: memory.total)
+
+
+def _mebi(count: int) -> str:
+    """Mebibytes to about three digits; the unit stands beside them.
+
+    >>> _mebi(3 * 2**18), _mebi(2**24), _mebi(2**31)
+    ('0.75', '16.0', '2,048')
+    """
+    size = count / 2**20
+    return f"{size:,.2f}" if size < 10 else f"{size:,.1f}" if size < 1000 else f"{size:,.0f}"
+
+
+def _times(factor: float) -> str:
+    return f"{factor:.2f} x" if factor < 10 else f"{factor:,.0f} x"
+
+
+def _from_length(answer: BreakEven) -> str:
+    if not answer.pays:
+        return f"never, up to {answer.length:,}"
+    if answer.length == answer.shortest:
+        return f"from {answer.length:,} tokens on, the shortest looked at"
+    return f"from about {answer.length:,} tokens on"

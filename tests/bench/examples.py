@@ -1,0 +1,32 @@
+"""Small cases, and trials with known figures, for the tests of the benchmark."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ringspan.bench.cases import Case
+from ringspan.bench.trials import Limits, Trial
+from ringspan.geometry import Dilated, Full
+
+ROOMY = Limits(memory_bytes=2**30, seconds=60.0)
+SMALL = Case("ringspan", Dilated((64, 256), (1, 4)), 256, 1, True, "contiguous", "float32", 2, 16, True)
+
+
+def case(implementation: str = "ringspan", tokens: int = 256, ranks: int = 1, *, full: bool = False) -> Case:
+    pattern = Full() if full else SMALL.pattern
+    return replace(SMALL, implementation=implementation, tokens=tokens, ranks=ranks, pattern=pattern)
+
+
+def measured(what: Case, number: int = 1, seconds: float = 1.0, peak: int = 2**20, foreign: float = 0.0) -> Trial:
+    """A trial whose forward took a quarter of the time."""
+    return Trial(
+        what,
+        number,
+        "measured",
+        ROOMY,
+        forward_seconds=seconds / 4,
+        backward_seconds=seconds * 3 / 4,
+        peak_bytes=(peak,) * what.ranks,
+        foreign_cores=foreign,
+        wall_seconds=seconds,
+    )

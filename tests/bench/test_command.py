@@ -1,0 +1,119 @@
+"""`ringspan bench` as a user runs it: in processes of its own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from ringspan.cli.app import app
+
+BENCH = [sys.executable, "-m", "ringspan", "bench"]
+TINY = ["--pattern", "64x1,256x4", "--heads", "2", "--dim", "16", "--ranks", "1", "--rounds", "1"]
+
+
+def bench(*options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*BENCH, *TINY, *options], capture_output=True, text=True, check=False, timeout=100)
+
+
+def test_json_alone_on_stdout_and_going_on_after_an_interruption(tmp_path: Path) -> None:
+    out = ["--tokens", "128,256", "--out", str(tmp_path), "--json"]
+    first = bench(*out)
+    assert first.returncode == 0, first.stderr
+    document = json.loads(first.stdout)  # nothing else may stand there
+    assert [s["case"]["tokens"] for s in document["summaries"]] == [128, 256]
+    assert {trial["outcome"] for trial in document["trials"]} == {"measured"}
+    assert json.loads((tmp_path / "bench.json").read_text()) == document
+    assert "<h1>ringspan bench</h1>" in (tmp_path / "bench.html").read_text()
+
+    lines = (tmp_path / "bench.jsonl").read_bytes()
+    (tmp_path / "bench.jsonl").write_bytes(lines[:-40])  # as if the run had been killed while it wrote its last line
+    again = bench(*out)
+    assert "Going on" in again.stderr
+    trials = json.loads(again.stdout)["trials"]
+    assert trials[0] == document["trials"][0]  # not run again
+    assert trials[1]["wall_seconds"] != document["trials"][1]["wall_seconds"]  # run again
+    assert len((tmp_path / "bench.jsonl").read_text().splitlines()) == 2
+
+
+def test_nothing_fits_is_a_report_and_not_a_success(tmp_path: Path) -> None:
+    found = bench("--tokens", "256", "--memory", "1MiB", "--out", str(tmp_path), "--json")
+    assert found.returncode == 1
+    (trial,) = json.loads(found.stdout)["trials"]
+    assert (trial["outcome"], trial["reason"]) == ("refused", "planned to need 64 MiB; 1 MiB are allowed")
+
+
+def test_interrupted_it_leaves_nothing_running(tmp_path: Path) -> None:
+    slow = ["--pattern", "full", "--ranks", "2", "--tokens", "256k", "--memory", "8GiB", "--out", str(tmp_path)]
+    process = subprocess.Popen(
+        [*BENCH, *slow], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        ranks = _wait_for_ranks(process.pid, 2)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of them
+        _, complaints = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "the same command goes on from there" in " ".join(complaints.split())
+    assert "Traceback" not in complaints
+    gone, alive = psutil.wait_procs(ranks, timeout=5)
+    assert not alive
+    assert len(gone) >= 2
+
+
+def _wait_for_ranks(pid: int, count: int) -> list[psutil.Process]:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        children = psutil.Process(pid).children(recursive=True)
+        busy = [child for child in children if child.cpu_times().user > 1.5]  # past their imports' first second
+        if len(busy) >= count:
+            return children
+        time.sleep(0.05)
+    raise AssertionError("no ranks were started")
+
+
+def run_here(*options: str) -> Any:
+    return CliRunner().invoke(app, ["bench", *options])
+
+
+def test_dry_run_lists_cases_and_obstacles() -> None:
+    found = run_here(*TINY, "--tokens", "256,16M", "--memory", "1GiB", "--dry-run", "--json")
+    small, large = json.loads(found.stdout)["cases"]
+    assert small["obstacle"] == ""
+    assert small["memory_bytes"] > 64 * 2**20
+    assert large["obstacle"].endswith("1,024 MiB are allowed")
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--tokens", "8k..4k"], "the first length must not be longer than the last"),
+        (["--memory", "plenty"], "must be a number of bytes, such as 8GiB or 512MiB"),
+        (["--layout", "round"], "must be 'contiguous' or 'zigzag', or 'best'"),
+        (["--dtype", "int8"], "must be float32, bfloat16, float16 or float64"),
+        (["--pattern", "2048"], "say full, or SEGMENTxRATE pairs"),
+        (["--suite", "everything"], "must be results"),
+        (["--quick"], "say which, such as --suite results"),
+        (["--suite", "results", "--tokens", "4k"], "leave out --tokens, or --suite"),
+    ],
+)
+def test_bad_values_are_answered_with_a_way_out(options: list[str], complaint: str) -> None:
+    found = run_here(*options)
+    assert found.exit_code == 2
+    said = " ".join(found.output.replace("│", " ").split())
+    assert complaint in said
+
+
+def test_help_is_quick_and_shows_examples() -> None:
+    start = time.monotonic()
+    found = subprocess.run([*BENCH, "--help"], capture_output=True, text=True, check=True)
+    assert time.monotonic() - start < 5  # a second on a quiet machine; it must not import torch
+    assert "ringspan bench --suite results --quick" in found.stdout

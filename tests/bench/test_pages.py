@@ -1,0 +1,120 @@
+"""The pages: from trials of known figures, through the real tables and pictures, to Markdown and HTML."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ringspan.bench import report
+from ringspan.bench.cases import Case
+from ringspan.bench.ladder import run_cases
+from ringspan.bench.results_page import make_results_page, write_results
+from ringspan.bench.store import Store
+from ringspan.bench.suites import QUICK_SCALE, results_parts
+from ringspan.bench.trials import Limits, Trial
+from ringspan.evidence.pages import Page, Table
+from tests.bench.examples import ROOMY, case, measured
+
+
+def cells_of(page: Page, title: str) -> list[list[str]]:
+    (table,) = [part for part in page.parts if isinstance(part, Table) and part.title == title]
+    return table.rows
+
+
+def test_the_report_of_a_run(tmp_path: Path) -> None:
+    trials = [
+        *(measured(case(ranks=ranks), number, seconds=4.0 / ranks) for ranks in (1, 2) for number in (1, 2)),
+        Trial(case("all_gather", ranks=2, full=True), 1, "out of memory", ROOMY, "rank 1 needed more"),
+        Trial(case("all_gather", tokens=512, ranks=2, full=True), 1, "not tried", ROOMY, "256 tokens: out of memory"),
+    ]
+    page = report.make_page(trials, "ringspan bench")
+    assert page.sentence == (
+        "256 tokens (64x1,256x4, causal, 2 heads of 16, float32), forward and backward, in 2.00 s on 2 processes, "
+        "2.00 times as fast as one, with 1 MiB on the largest rank."
+    )
+    speed = cells_of(page, "Speed")
+    assert speed[2] == [
+        "ringspan", "dilated", "256", "2", "0.500 s (0.500 - 0.500)", "1.50 s (1.50 - 1.50)", "2.00 s (2.00 - 2.00)",
+        "128", "2.00 x (2.00 - 2.00)", "0.00", "2",
+    ]  # fmt: skip
+    (failure,) = cells_of(page, "What did not run, and why")[1:]
+    assert failure == [
+        "all-gather", "full", "2", "256; 1 longer not tried", "out of memory", "rank 1 needed more"
+    ]  # fmt: skip
+    paths = report.write_report(page, {"trials": []}, tmp_path)
+    html = paths["html"].read_text()
+    assert "data:image/svg+xml;base64," in html
+    assert "http" not in html.replace("http-equiv", "")
+    assert (tmp_path / "figures/throughput.png").stat().st_size > 10_000
+    assert "(figures/memory.png)" in paths["markdown"].read_text()
+
+
+def test_a_report_of_failures_only() -> None:
+    page = report.make_page(
+        [Trial(case(), 1, "refused", ROOMY, "planned to need 9 MiB; 1 MiB are allowed")], "ringspan bench"
+    )
+    assert page.sentence == "Nothing was measured; the last table says why."
+    assert cells_of(page, "What did not run, and why")[1][-2:] == [
+        "refused",
+        "planned to need 9 MiB; 1 MiB are allowed",
+    ]
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory: pytest.TempPathFactory) -> tuple[Page, Path]:
+    """The results suite with known figures: time and memory go with tokens / ranks; masks run out of memory."""
+
+    def answer(what: Case, number: int, limits: Limits, threads: int) -> Trial:
+        if what.implementation == "sdpa_mask":
+            return Trial(what, number, "out of memory", limits, "rank 0 needed more")
+        share = what.tokens / what.ranks
+        return replace(measured(what, number, share / 100, peak=int(share * 2**14)), limits=limits)
+
+    root = tmp_path_factory.mktemp("suite")
+    store = Store(root / "trials.jsonl", threads=1)
+    parts = results_parts(QUICK_SCALE, memory_bytes=2**33, threads=1)
+    trials = {part.name: list(run_cases(part.cases, part.settings, store, run=answer)) for part in parts}
+    page = make_results_page(trials, QUICK_SCALE, "ringspan bench --suite results")
+    write_results(page, root)
+    return page, root
+
+
+def test_the_results_page_has_every_table(suite: tuple[Page, Path]) -> None:
+    _, root = suite
+    text = (root / "docs/results.md").read_text()
+    for title in (
+        "Memory by ring size",
+        "One process against two",
+        "Longest sequence and throughput",
+        "Forward and backward at 512 tokens",
+        "4,096 tokens",
+        "What did not run, and why",
+    ):
+        assert f"## {title}\n" in text
+    for name in ("memory", "two", "longest"):
+        assert f"(figures/results_{name}.png)" in text
+        assert (root / f"docs/figures/results_{name}.png").stat().st_size > 10_000
+
+
+def test_the_results_page_says_what_was_measured(suite: tuple[Page, Path]) -> None:
+    page, _ = suite
+    memory = cells_of(page, "Memory by ring size")
+    full = [row for row in memory if row[:3] == ["512", "full", "2"]]
+    assert [*full[0][4:7], full[0][8]] == ["4 MiB"] * 4  # between them: one that may not be installed
+    two = cells_of(page, "One process against two")
+    ours = [row for row in two if row[:3] == ["512", "dilated", "ringspan"]]
+    assert ours[0][7:10] == ["5.12 s", "2.56 s", "2.00 x"]
+    long = cells_of(page, "4,096 tokens")
+    assert [row[:2] + row[4:7] for row in long[1:]] == [
+        ["float32", "1", "41.0 s", "100", ""],
+        ["float32", "2", "20.5 s", "200", "2.00 x"],
+    ]
+    one = cells_of(page, "Forward and backward at 512 tokens")
+    assert ["dilated", "1", "torch SDPA with a mask", "out of memory"] in [row[:4] for row in one]
+
+
+def test_parts_share_their_trials(suite: tuple[Page, Path]) -> None:
+    """A case that two tables show is measured once."""
+    store = Store(suite[1] / "trials.jsonl", threads=1)
+    lines = (suite[1] / "trials.jsonl").read_text().splitlines()
+    assert len(lines) == len(store)

@@ -1,0 +1,110 @@
+"""Trials in real processes: what they measure, and how running out of memory or time, and dying, become results."""
+
+import threading
+import time
+from dataclasses import replace
+
+import psutil
+import pytest
+
+import ringspan as rs
+from ringspan.bench.cases import case_from_json
+from ringspan.bench.forecast import OVERHEAD_BYTES, planned_bytes
+from ringspan.bench.trials import Limits, Trial, run_trial, trial_from_json
+from tests.bench.examples import ROOMY, SMALL, case
+
+
+def test_two_ranks_are_measured_and_need_what_the_plan_says() -> None:
+    trial = run_trial(replace(case(tokens=8192, ranks=2), heads=8, dim=64), 1, ROOMY)
+    assert trial.outcome == "measured", trial.reason
+    assert trial.forward_seconds > 0
+    assert trial.backward_seconds > 0
+    assert trial.wall_seconds > trial.total_seconds
+    for peak, planned in zip(trial.peak_bytes, planned_bytes(trial.case), strict=True):
+        assert 0.9 * planned < peak < planned + OVERHEAD_BYTES
+
+
+def test_a_simulated_ring_tells_the_peak_of_each_rank() -> None:
+    pattern = rs.Dilated((64, 512), (1, 4))
+    one, four = (
+        run_trial(replace(case("simulated", tokens=4096, ranks=ranks), pattern=pattern, layout="zigzag"), 1, ROOMY)
+        for ranks in (1, 4)
+    )
+    assert len(four.peak_bytes) == 4
+    assert max(four.peak_bytes) < 0.35 * one.peak_bytes[0]
+
+
+def test_running_out_of_memory_is_a_result() -> None:
+    large = replace(SMALL, tokens=262144, heads=4, dim=64)  # 256 MiB for each tensor
+    trial = run_trial(large, 1, Limits(memory_bytes=128 * 2**20, seconds=60.0))
+    assert trial.outcome == "out of memory"
+    assert trial.reason == "rank 0 needed more than its 128 MiB"
+    assert not trial.peak_bytes
+
+
+def test_running_out_of_time_is_a_result() -> None:
+    trial = run_trial(SMALL, 1, Limits(memory_bytes=2**30, seconds=0.5))  # not enough to start a process
+    assert (trial.outcome, trial.reason) == ("out of time", "no result within 0 s")
+    assert trial.wall_seconds < 10
+
+
+def test_a_rank_that_raises_is_a_result() -> None:
+    trial = run_trial(replace(SMALL, dim=0), 1, ROOMY)
+    assert trial.outcome == "crashed"
+    assert trial.reason.startswith("rank 0: ValueError: q has shape (1, 64, 2, 0)")
+
+
+def test_a_rank_that_is_killed_is_a_result() -> None:
+    found: list[Trial] = []
+    slow = replace(SMALL, tokens=2**18, ranks=2, heads=8, dim=64, pattern=rs.Full())  # hours, if nobody kills it
+    thread = threading.Thread(target=lambda: found.append(run_trial(slow, 1, replace(ROOMY, memory_bytes=2**33))))
+    thread.start()
+    victim = _busy_child(seconds=4.0)
+    victim.kill()
+    thread.join(timeout=30)
+    assert found[0].outcome == "crashed"
+    assert found[0].reason.endswith("died with exit code -9")
+    assert not _ranks()
+
+
+def _ranks() -> list[psutil.Process]:
+    """The processes that this one has started as ranks."""
+    return [child for child in psutil.Process().children() if "spawn_main" in " ".join(child.cmdline())]
+
+
+def _busy_child(seconds: float) -> psutil.Process:
+    """A rank that has computed for so long: its group stands by then."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        for child in _ranks():
+            if child.cpu_times().user > seconds:
+                return child
+        time.sleep(0.05)
+    raise AssertionError("no rank was started")
+
+
+def test_cases_and_trials_survive_json() -> None:
+    assert case_from_json(SMALL.as_json()) == SMALL
+    trial = Trial(SMALL, 2, "out of memory", ROOMY, "rank 0", peak_bytes=(1, 2))
+    assert trial_from_json(trial.as_json()) == trial
+
+
+def test_whether_a_trial_still_holds_under_other_limits() -> None:
+    done = Trial(SMALL, 1, "measured", ROOMY, peak_bytes=(100, 100), wall_seconds=5.0)
+    assert done.holds_under(Limits(200, 5.0))
+    assert not done.holds_under(Limits(199, 5.0))
+    assert not done.holds_under(Limits(200, 4.9))
+    full = Trial(SMALL, 1, "out of memory", Limits(100, 5.0))
+    assert full.holds_under(Limits(100, 9.0))
+    assert not full.holds_under(Limits(101, 5.0))
+    late = Trial(SMALL, 1, "out of time", Limits(100, 5.0))
+    assert late.holds_under(Limits(999, 5.0))
+    assert not late.holds_under(Limits(999, 5.1))
+
+
+@pytest.mark.parametrize(
+    ("foreign", "seconds", "disturbed"), [(0.05, 10.0, False), (0.2, 10.0, True), (0.2, 0.1, False)]
+)
+def test_disturbance_counts_from_a_tenth_of_a_core_on(foreign: float, seconds: float, disturbed: bool) -> None:
+    trial = Trial(SMALL, 1, "measured", ROOMY, forward_seconds=seconds, foreign_cores=foreign)
+    assert trial.disturbed == disturbed

@@ -1,0 +1,239 @@
+"""`ringspan plan`: the figures are the plan's own, it is quick, and it does without torch where it can."""
+
+import json
+import os
+import resource
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from xml.etree import ElementTree
+
+import psutil
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import ringspan as rs
+from ringspan.cli.app import app
+from ringspan.geometry import Documents
+from ringspan.layout import Layout
+from ringspan.planning import plan_rank
+from ringspan.planning.breakeven import Rates, break_even, speedup
+
+PATTERN = rs.Dilated((2048, 8192, 32768), (1, 4, 16))
+HUGE = ["--tokens", "1e9", "--ranks", "10000", "--rank", "17"]
+
+
+def run(*arguments: str, status: int = 0) -> str:
+    result = CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": "200"})
+    assert result.exit_code == status, result.output
+    return result.output
+
+
+def run_json(*arguments: str) -> dict:  # type: ignore[type-arg]
+    result = CliRunner().invoke(app, ["plan", *arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("options", [(), ("--no-causal", "--passing", "direct", "--batch", "2", "--dtype", "bfloat16")])
+def test_figures_are_those_of_the_plan(options: tuple[str, ...]) -> None:
+    found = run_json("--no-measure", "--kv-heads", "2", "--tokens", "32k", *options)
+    for layout in ("contiguous", "zigzag"):
+        plan = rs.plan(
+            PATTERN,
+            32768,
+            ring_size=4,
+            layout=layout,  # type: ignore[arg-type]
+            causal=not options,
+            passing="direct" if options else "relay",
+            kv_heads=2,
+            batch=2 if options else 1,
+            dtype=torch.bfloat16 if options else torch.float32,
+        )
+        ranks = found["layouts"][layout]["ranks"]
+        assert [rank["rank"] for rank in ranks] == [0, 1, 2, 3]
+        for rank in ranks:
+            i = rank["rank"]
+            assert rank["rows"] == plan.rank(i).rows
+            assert rank["tiles"] == len(plan.rank(i).tiles)
+            assert rank["sent_forward"] == plan.bytes_sent(i)
+            assert rank["sent_backward"] == plan.bytes_sent(i, backward=True)
+            assert rank["work"] == plan.work(i)
+            assert rank["memory_forward"]["rows"] == plan.memory(i).rows
+            assert rank["memory_backward"]["parcels"] == plan.memory(i, backward=True).parcels
+        assert sum(rank["share"] for rank in ranks) == pytest.approx(4)
+    assert found["advice"]["layout"] == rs.best_layout(PATTERN, 32768, 4, causal=not options, kv_heads=2).layout
+
+
+def test_a_page_for_people() -> None:
+    page = run("--no-measure", "--tokens", "32k")
+    assert "32,768 tokens over 4 ranks, 2048x1,8192x4,32768x16, causal, 8 heads of 64, float32" in page
+    for line in (
+        "tiles",
+        "hops",
+        "parcels received",
+        "sent forward, MiB",
+        "work, 1 = an even share",
+        "memory backward",
+    ):
+        assert line in page
+    assert "contiguous: each rank" in page
+    assert "zigzag: each rank" in page
+    assert f"Layout: {rs.best_layout(PATTERN, 32768, 4, causal=True)}." in page
+
+
+def test_of_a_large_ring_a_sample_is_shown() -> None:
+    page = run("--no-measure", "--tokens", "1M", "--ranks", "100", "--layout", "contiguous")
+    assert "The largest figure of 64 ranks, an even sample of 100" in page
+    for place in ("0 first", " middle", "99 last", " busiest"):
+        assert place in page
+    assert "Layout:" not in page, "one layout is not compared with itself"
+
+
+def test_one_rank_of_ten_thousand_is_priced_alone() -> None:
+    plan_rank.cache_clear()
+    page = run(*HUGE, "--no-measure")
+    assert "Rank 17 of 10,000" in page
+    assert plan_rank.cache_info().misses <= 3, "the rank under both layouts, and the work of one device"
+    plan_rank.cache_clear()
+    found = run_json(*HUGE, "--flops", "1e14", "--bandwidth", "25e9")
+    assert found["break_even"]["zigzag"]["pays"]
+    assert plan_rank.cache_info().misses < 400
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_a_rank_of_ten_thousand_is_planned_in_milliseconds(layout: str) -> None:
+    whole = Layout(layout, 10**9, 10_000)  # type: ignore[arg-type]
+    spent = []
+    for rank in (0, 17, 5000, 9999):
+        plan_rank.cache_clear()
+        start = time.perf_counter()
+        plan_rank(PATTERN, Documents((10**9,)), whole, rank, 8, True)
+        spent.append(time.perf_counter() - start)
+    assert max(spent) < 0.25
+
+
+def test_the_answer_is_the_models() -> None:
+    found = run_json("--tokens", "64k", "--flops", "1e14", "--bandwidth", "25e9")
+    rates = Rates(1e14, 25e9, 20e-6)
+    assert found["rates"]["sources"] == {"flops": "given", "bandwidth": "given", "latency": "assumed"}
+    for layout, answer in found["break_even"].items():
+        plan = rs.plan(PATTERN, 65536, ring_size=4, layout=layout, causal=True)
+        assert answer["length"] == break_even(plan, rates).length
+        assert answer["speedup_at_tokens"] == pytest.approx(speedup(plan, rates))
+
+
+def test_the_answer_is_one_sentence() -> None:
+    page = run("--flops", "1e14", "--bandwidth", "25e9", "--latency", "1e-5")
+    assert "By the model, a ring of 4 is faster than one device from about" in page
+    assert "1e+05 GFLOP/s a device (given), 25 GB/s (given), 10 µs a hop (given)" in page
+    hopeless = run("--pattern", "2048x64", "--flops", "1e15", "--bandwidth", "1", "--latency", "0", "--ranks", "3")
+    assert "By the model, a ring of 3 is never faster than one device, up to 1,073,741,823 tokens" in hopeless
+    assert "for parcels" in hopeless
+    assert "a ring of" not in run("--ranks", "1", "--flops", "1e14", "--bandwidth", "25e9")
+
+
+def test_what_is_not_given_is_measured_here() -> None:
+    found = run_json("--tokens", "4k", "--ranks", "2")
+    rates, sources = found["rates"], found["rates"]["sources"]
+    assert all("measured here" in source for source in sources.values())
+    assert 1e8 < rates["flops"] < 1e13
+    assert 1e6 < rates["bandwidth"] < 1e12
+    assert 1e-7 < rates["latency"] < 1
+
+
+def test_pictures(tmp_path: Path) -> None:
+    found = run_json("--no-measure", "--tokens", "32k", "--draw", str(tmp_path / "pictures"))
+    stems = ["who_sees_what"]
+    stems += [f"{what}_{layout}" for layout in ("contiguous", "zigzag") for what in ("who_computes_what", "schedule")]
+    assert sorted(Path(path).name for path in found["pictures"]) == sorted(
+        f"{stem}.{kind}" for stem in stems for kind in ("png", "svg")
+    )
+    for path in map(Path, found["pictures"]):
+        if path.suffix == ".png":
+            assert path.read_bytes().startswith(b"\x89PNG")
+        else:
+            assert ElementTree.parse(path).getroot().tag.endswith("svg")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--tokens", "many"], ["--tokens", "'many': must be a whole number"]),
+        (["--ranks", "0"], ["--ranks", "'0': must be a whole number of at least 1"]),
+        (["--pattern", "2048"], ["--pattern", "'2048': say full, or SEGMENTxRATE pairs"]),
+        (["--rank", "4"], ["--rank", "4: must lie in 0 .. 3"]),
+        (["--layout", "round"], ["--layout", "'round': must be 'contiguous' or 'zigzag', or both"]),
+        (["--passing", "thrown"], ["passing='thrown': must be 'relay' or 'direct'"]),
+        (["--dtype", "int8"], ["dtype='int8': must be one of float64, float32, bfloat16, float16"]),
+        (["--heads", "6", "--kv-heads", "4"], ["the KV heads must divide the query heads"]),
+        (["--flops", "0"], ["flops=0.0: a rate is more than 0"]),
+        (["--bandwidth", "-1"], ["bandwidth=-1.0: a rate is more than 0"]),
+    ],
+)
+def test_bad_values_are_answered(arguments: list[str], words: list[str]) -> None:
+    answer = " ".join(run(*arguments, status=2).replace("│", " ").split())
+    for word in words:
+        assert word in answer
+
+
+def child(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["plan", "--help"], ["plan", "--no-measure"], ["plan", "--flops", "1e14", "--bandwidth", "25e9"]],
+    ids=" ".join,
+)
+def test_torch_is_not_imported(arguments: list[str]) -> None:
+    script = f"""
+import sys
+from ringspan.cli.app import app
+try:
+    app({arguments!r}, prog_name="ringspan")
+except SystemExit as end:
+    assert not end.code, end.code
+heavy = {{"torch", "matplotlib", "numpy"}} & set(sys.modules)
+assert not heavy, heavy
+"""
+    done = child("-c", script)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"], ["doctor", "--help"]], ids=" ".join)
+def test_help_takes_less_than_a_second(arguments: list[str]) -> None:
+    spent = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert child("-m", "ringspan", *arguments).returncode == 0
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert statistics.median(spent) < 1
+
+
+def test_ctrl_c_ends_everything_quietly() -> None:
+    command = subprocess.Popen(
+        [sys.executable, "-m", "ringspan", "plan"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    me = psutil.Process(command.pid)
+    deadline = time.monotonic() + 60
+    while len(me.children()) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    workers = me.children(recursive=True)
+    assert len(workers) >= 2, "the processes that measure were never started"
+    os.killpg(command.pid, signal.SIGINT)  # as a terminal does: to all of them
+    _, errors = command.communicate(timeout=30)
+    assert command.returncode == 130
+    assert "Interrupted." in errors
+    assert "Traceback" not in errors
+    _, alive = psutil.wait_procs(workers, timeout=10)
+    assert not alive

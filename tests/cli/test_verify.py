@@ -1,0 +1,84 @@
+"""The command `ringspan verify`: its output, its exit status, its report; alone and under torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+SMALL = ["--pattern", "128x1,1024x8", "--tokens", "4k"]
+ROOT = Path(__file__).parent.parent.parent
+
+
+def ringspan(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ringspan", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=cwd, check=False)
+
+
+def test_json_is_all_there_is_on_stdout(tmp_path: Path) -> None:
+    done = ringspan("verify", *SMALL, "--ranks", "2", "--json", "--out", str(tmp_path))
+    found = json.loads(done.stdout)
+    checks = {check["name"]: check["verdict"] for check in found["checks"]}
+    assert checks["the gradients are exact"] == "holds"
+    assert set(found["answers"]) == {"1", "2"}
+    assert json.loads((tmp_path / "verify.json").read_text()) == found
+    assert "<h1>" in (tmp_path / "verify.html").read_text()
+    assert (done.returncode == 0) == ("FAILS" not in checks.values())
+
+
+def test_a_faulty_ring_ends_with_status_1_and_its_name(tmp_path: Path) -> None:
+    target = "tests.verify.faulty:raises"
+    done = ringspan("verify", "--attention", target, "--ranks", "1", "--out", str(tmp_path))
+    assert done.returncode == 1
+    assert "This is not the ring it should be" in done.stdout
+    assert "rank 0 of 1 raised NotImplementedError: not on this device" in (tmp_path / "verify.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--attention", "nowhere:f"], "No module named 'nowhere'"),
+        (["--pattern", "2048"], "SEGMENTxRATE"),
+        (["--layout", "round"], "round"),
+        (["--dtype", "int8"], "float64"),
+        (["--ranks", "two"], "whole number"),
+    ],
+)
+def test_bad_values_are_refused_with_the_way_out(arguments: list[str], reason: str) -> None:
+    done = ringspan("verify", *arguments)
+    assert done.returncode == 2
+    assert reason in " ".join(done.stderr.replace("│", " ").split())
+
+
+def test_it_examines_the_group_that_torchrun_started(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "ringspan"]
+    command += ["verify", *SMALL, "--json", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=ROOT, check=False)
+    found = json.loads(done.stdout)
+    assert "torchrun" in found["where"]
+    verdicts = {check["name"]: check["verdict"] for check in found["checks"]}
+    assert verdicts["the output is exact"] == verdicts["bytes on the wire"] == "holds"
+
+
+def test_an_interrupt_ends_it_cleanly(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ringspan", "verify", "--ranks", "2", "--out", str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    family = psutil.Process(process.pid)
+    deadline = time.monotonic() + 60
+    while not family.children() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    children = family.children(recursive=True)
+    assert children
+    os.kill(process.pid, signal.SIGINT)
+    output, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in output + errors
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive
