@@ -15,7 +15,7 @@ run: $(READY)  ## is the ring real? examine rings of 1, 2 and 4 local processes,
 	@$(BIN)/ringspan verify
 
 test: lint  ## lint, types and tests
-	@$(BIN)/python -m pytest -q
+	@$(BIN)/python -m pytest -q -n 2 --dist loadgroup
 
 lint: $(READY)  ## lint and types only
 	@$(BIN)/ruff check .

@@ -94,8 +94,10 @@ def kernel_share(lengths: list[int], trials: int, progress: Progress) -> list[di
                     sides = {name: getattr(side, mode) for (length, name), side in calls.items() if length == n}
                     if trial == 0 and n != lengths[0]:
                         continue  # one length is enough to warm up
-                    for _ in range(SHORT_TURNS if n == lengths[0] else 1):
-                        for name, value in one_turn(sides).items():
+                    for turn in range(SHORT_TURNS if n == lengths[0] else 1):
+                        # Who comes first finds the caches of others: they take that in turn, too.
+                        order = sorted(sides, reverse=bool((trial + turn) % 2))
+                        for name, value in one_turn({name: sides[name] for name in order}).items():
                             if trial:
                                 times[n][name].append(value)
                 if trial:

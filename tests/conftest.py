@@ -1,6 +1,7 @@
 """Every test runs with uninitialised memory filled with NaN, so that reading an unwritten buffer cannot pass."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,17 @@ from hypothesis import settings
 # How long one example takes says nothing on a busy machine; pytest-timeout ends what hangs.
 settings.register_profile("ringspan", deadline=None)
 settings.load_profile("ringspan")
+
+
+# These start processes, and some watch the loopback interface: with pytest-xdist one worker runs them all, one by one.
+START_PROCESSES = ("bench", "cli", "ring", "verify")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if any(item.path.is_relative_to(here / folder) for folder in START_PROCESSES):
+            item.add_marker(pytest.mark.xdist_group("processes"))
 
 
 @pytest.fixture(autouse=True)

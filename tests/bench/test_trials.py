@@ -25,13 +25,11 @@ def test_two_ranks_are_measured_and_need_what_the_plan_says() -> None:
 
 
 def test_a_simulated_ring_tells_the_peak_of_each_rank() -> None:
-    pattern = rs.Dilated((64, 512), (1, 4))
-    one, four = (
-        run_trial(replace(case("simulated", tokens=4096, ranks=ranks), pattern=pattern, layout="zigzag"), 1, ROOMY)
-        for ranks in (1, 4)
-    )
-    assert len(four.peak_bytes) == 4
-    assert max(four.peak_bytes) < 0.35 * one.peak_bytes[0]
+    """What virtual ranks hold is what the plan says, and the results of kernel calls, which the workspace bounds."""
+    trial = run_trial(replace(case("simulated", tokens=8192, ranks=4), heads=8, dim=64), 1, ROOMY)
+    assert len(trial.peak_bytes) == 4
+    for peak, planned in zip(trial.peak_bytes, planned_bytes(trial.case), strict=True):
+        assert planned <= peak < planned + 16 * 2**20
 
 
 def test_running_out_of_memory_is_a_result() -> None:
@@ -59,7 +57,7 @@ def test_a_rank_that_is_killed_is_a_result() -> None:
     slow = replace(SMALL, tokens=2**18, ranks=2, heads=8, dim=64, pattern=rs.Full())  # hours, if nobody kills it
     thread = threading.Thread(target=lambda: found.append(run_trial(slow, 1, replace(ROOMY, memory_bytes=2**33))))
     thread.start()
-    victim = _busy_child(seconds=4.0)
+    victim = _busy_child(seconds=2.0)
     victim.kill()
     thread.join(timeout=30)
     assert found[0].outcome == "crashed"
@@ -73,7 +71,7 @@ def _ranks() -> list[psutil.Process]:
 
 
 def _busy_child(seconds: float) -> psutil.Process:
-    """A rank that has computed for so long: its group stands by then."""
+    """A rank that has been busy for so long."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         for child in _ranks():

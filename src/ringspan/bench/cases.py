@@ -49,7 +49,7 @@ class Case:
 
     def __str__(self) -> str:
         where = "one process" if self.ranks == 1 else f"{self.ranks} ranks"
-        return f"{self.implementation}, {pattern_label(self.pattern)}, {self.tokens:,} tokens, {where}"
+        return f"{self.implementation}, {self.tokens:,} tokens, {where}, {pattern_label(self.pattern)}"
 
 
 def case_from_json(found: dict[str, Any]) -> Case:

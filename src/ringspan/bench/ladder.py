@@ -58,7 +58,7 @@ def run_cases(
                 if ladder.ended or (number > 1 and ladder.walls[tokens] > settings.long_seconds):
                     continue
                 if trial is None:
-                    announce(step, f"{case}, round {number} of {settings.rounds}")
+                    announce(step, f"round {number}: {case}")
                     trial = _run_undisturbed(case, number, settings, run)
                     store.append(trial)
                 ladder.learn(trial)

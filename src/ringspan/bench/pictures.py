@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from ringspan.bench.cases import Case
 from ringspan.bench.summaries import Summary
@@ -90,11 +91,12 @@ def draw_line(
     )
 
 
-def log_axes(axis: Axes, ticks: Sequence[int], labels: Sequence[str], base: int = 10) -> None:
-    """Both axes logarithmic: named ticks along x, plain numbers at the powers of ``base`` along y."""
+def log_axes(axis: Axes, ticks: Sequence[int], labels: Sequence[str]) -> None:
+    """Both axes logarithmic: named ticks along x, plain numbers at 1, 2, 5, 10, .. along y."""
     axis.set_xscale("log", base=2)
     axis.set_xticks(ticks, labels)
-    axis.set_yscale("log", base=base)
+    axis.set_yscale("log")
+    axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
     axis.minorticks_off()
 

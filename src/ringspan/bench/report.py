@@ -15,6 +15,7 @@ from ringspan.bench.store import Store
 from ringspan.bench.summaries import Summary, speed_up, summarize
 from ringspan.bench.tables import (
     failures_table,
+    keep_together,
     longest_table,
     mebibytes,
     memory_table,
@@ -39,7 +40,7 @@ def make_page(trials: Sequence[Trial], command: str) -> Page:
     failures = failures_table(summaries)
     if failures:
         page.parts.append(failures)
-    return page
+    return keep_together(page)
 
 
 def headline(summaries: dict[Case, Summary]) -> str:
@@ -51,7 +52,7 @@ def headline(summaries: dict[Case, Summary]) -> str:
     case, gain = best.case, speed_up(summaries, best.case)
     causal = "causal" if case.causal else "not causal"
     passes = "forward and backward" if case.backward else "forward"
-    faster = f", {gain.median:.2f} times as fast as one" if gain else ""
+    faster = f", {gain.median:.2f} times the speed of one process" if gain else ""
     return (
         f"{case.tokens:,} tokens ({pattern_label(case.pattern)}, {causal}, {case.heads} heads of {case.dim}, "
         f"{case.dtype}), {passes}, in {seconds(best.total.median)} on {process_count(case.ranks)}{faster}, "

@@ -16,6 +16,7 @@ from ringspan.bench.tables import (
     FAILED_TEXT,
     factor,
     failure_rows,
+    keep_together,
     longest_table,
     mebibytes,
     seconds,
@@ -37,7 +38,7 @@ def make_results_page(trials: Trials, scale: Scale, command: str) -> Page:
     found = {name: summarize(part) for name, part in trials.items()}
     longest = {**found["longest on 1"], **found["longest on 2"]}
     machine = describe_machine() | {"date": _dates(trials)}
-    return Page(
+    page = Page(
         "Results",
         _sentence(found["long"], scale),
         command,
@@ -55,6 +56,7 @@ def make_results_page(trials: Trials, scale: Scale, command: str) -> Page:
             _failures(found),
         ],
     )
+    return keep_together(page)
 
 
 def write_results(page: Page, root: Path) -> dict[str, Path]:
@@ -91,11 +93,12 @@ def _setting_table(trials: Trials, scale: Scale) -> Table:
     ran = [trial for part in trials.values() for trial in part if trial.ran]
     once = {(trial.case, trial.round, trial.when): trial for trial in ran}.values()
     disturbed = sum(trial.disturbed for trial in once)
+    heads, dim = next(((trial.case.heads, trial.case.dim) for part in trials.values() for trial in part), (0, 0))
     rows = [
         ["what", "value"],
         ["dilated", f"{pattern_label(scale.pattern)} (segment x rate), causal"],
         ["full", "plain causal attention"],
-        ["shapes", "batch 1, 8 heads of 64, float32 unless said otherwise, one thread a process"],
+        ["shapes", f"batch 1, {heads} heads of {dim}, float32 unless said otherwise, one thread a process"],
         ["trials", f"{len(once)} in fresh processes; {disturbed} disturbed by other programs in spite of repeats"],
         ["raw data", "benchmarks/results/results.jsonl, a line for each trial"],
     ]
@@ -270,9 +273,10 @@ def _longest_text(scale: Scale) -> str:
 
 
 def _failures(found: Mapping[str, Summaries]) -> Table:
-    """Of all parts; the limits of a part are its own."""
+    """Of all parts but the climbs to the longest length, whose own table says what ended them."""
     head = ["table", "implementation", "pattern", "processes", "tokens", "outcome", "reason"]
-    rows = [[name, *row] for name, part in found.items() for row in failure_rows(part)]
+    climbs = ("longest on 1", "longest on 2")
+    rows = [[name, *row] for name, part in found.items() if name not in climbs for row in failure_rows(part)]
     text = FAILED_TEXT if rows else "Everything ran."
     return Table("What did not run, and why", [head, *rows], text)
 

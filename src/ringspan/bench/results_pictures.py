@@ -36,7 +36,7 @@ def ring_memory_picture(found: Summaries, tokens: int) -> Picture:
                 ranks, sizes = zip(*points, strict=True)
                 draw_line(axis, like, ranks, sizes, title_of(like), dash=":" if name == "simulated" else "-")
         ticks = sorted({case.ranks for case in found})
-        log_axes(axis, ticks, [str(k) for k in ticks], base=2)
+        log_axes(axis, ticks, [str(k) for k in ticks])
         axis.set_xlabel("ranks (log scale)")
         axis.set_title(title, loc="left", fontsize=11)
     axes[0].set_ylabel("peak memory of a rank (MiB, log scale)")

@@ -75,11 +75,11 @@ _LONG_TRIAL_SECONDS = 1200.0  # of the long length
 _REPEAT_UP_TO_SECONDS = 20.0  # longer trials average over the machine's moods by themselves
 
 
-def results_parts(scale: Scale, memory_bytes: int, threads: int) -> list[Part]:
+def results_parts(scale: Scale, memory_bytes: int) -> list[Part]:
     """The parts of the `results` suite. They share trials: what one has measured, the others need not run again."""
     patterns = (scale.pattern, Full())
     settings = Settings(
-        Limits(memory_bytes, _TRIAL_SECONDS), scale.rounds, threads, scale.attempts, _REPEAT_UP_TO_SECONDS
+        Limits(memory_bytes, _TRIAL_SECONDS), scale.rounds, attempts=scale.attempts, long_seconds=_REPEAT_UP_TO_SECONDS
     )
     once = replace(settings, rounds=1)
     small = [ranks for ranks in scale.real_rings if ranks > 1]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from ringspan.bench.cases import Case, pattern_label
 from ringspan.bench.forecast import Forecast, planned_bytes
 from ringspan.bench.implementations import IMPLEMENTATIONS
 from ringspan.bench.summaries import Reach, Spread, Summary, reaches, speed_up
 from ringspan.bench.trials import Limits, Trial
-from ringspan.evidence.pages import Rows, Table
+from ringspan.evidence.pages import Page, Rows, Table
 from ringspan.geometry import Dilated, Pattern
 
 Summaries = Mapping[Case, Summary]
@@ -23,6 +25,8 @@ Growth of a rank's resident memory at its peak: its rows of inputs, outputs and 
 Planned: what ringspan's plan says before anything runs, for the largest rank; it leaves out the workspace (16 MiB) and
 what libraries and allocators keep."""
 LONGEST_TEXT = "The longest length at which every trial succeeded, and what ended the climb to longer ones."
+_BEFORE_A_UNIT = re.compile(r"(?<=\d) (?=(?:s|x|MiB)\b)")
+_BETWEEN_BOUNDS = re.compile(r"(?<=\d) - (?=\d)")
 _SPEED_COLUMNS = ("forward", "backward", "total", "tokens/s", "speed-up", "load", "trials")
 FAILED_TEXT = "A length that fails ends the climb of that implementation on that many processes."
 
@@ -58,6 +62,20 @@ def factor(figures: Spread | None) -> str:
 
 def mebibytes(size: float) -> str:
     return f"{size / 2**20:,.0f} MiB"
+
+
+def keep_together(page: Page) -> Page:
+    """The page with its figures unbroken: a number, its unit and its spread do not fall apart over lines."""
+
+    def whole(cell: str) -> str:
+        cell = _BEFORE_A_UNIT.sub("\N{NO-BREAK SPACE}", cell)
+        return _BETWEEN_BOUNDS.sub("\N{NO-BREAK SPACE}\N{NON-BREAKING HYPHEN}\N{NO-BREAK SPACE}", cell)
+
+    parts = [
+        replace(part, rows=[[whole(cell) for cell in row] for row in part.rows]) if isinstance(part, Table) else part
+        for part in page.parts
+    ]
+    return replace(page, parts=parts)
 
 
 def title_of(case: Case) -> str:
@@ -99,22 +117,31 @@ def speed_table(summaries: Summaries) -> Table:
     return Table("Speed", rows, SPEED_TEXT)
 
 
-def terminal_table(summaries: Summaries) -> Table:
-    """Medians alone, narrow enough for a terminal; the report has the rest."""
-    names = pattern_names(summaries)
-    patterns = ", ".join(dict.fromkeys(pattern_label(case.pattern) for case in summaries))
-    rows: Rows = [["", "tokens", "ranks", "forward", "backward", "tokens/s", "speed-up", "of a rank"]]
-    for case, summary in summaries.items():
-        who = case.implementation if len(names) == 1 else f"{case.implementation}, {names[case.pattern]}"
-        start = [who, f"{case.tokens:,}", str(case.ranks)]
-        if not summary.measured:
-            rows.append([*start, summary.failure.outcome if summary.failure else "", "", "", "", ""])
-            continue
-        gain = speed_up(summaries, case)
-        backward = seconds(summary.backward.median) if case.backward else ""
-        figures = [seconds(summary.forward.median), backward, f"{summary.tokens_per_second:,.0f}"]
-        rows.append([*start, *figures, f"{gain.median:.2f} x" if gain else "", mebibytes(summary.rank_bytes.median)])
-    return Table(f"Medians ({patterns})", rows)
+def terminal_tables(summaries: Summaries) -> list[Table]:
+    """Medians alone, narrow enough for a terminal, a table for each pattern; the report has the rest."""
+    tables = []
+    for pattern in dict.fromkeys(case.pattern for case in summaries):
+        rows: Rows = [["", "tokens", "ranks", "forward", "backward", "tok/s", "speed-up", "memory"]]
+        for case, summary in summaries.items():
+            if case.pattern == pattern:
+                rows.append(
+                    [case.implementation, f"{case.tokens:,}", str(case.ranks), *_medians(summaries, case, summary)]
+                )
+        tables.append(Table(pattern_label(pattern), rows))
+    return tables
+
+
+def _medians(summaries: Summaries, case: Case, summary: Summary) -> list[str]:
+    if not summary.measured:
+        return [summary.failure.outcome if summary.failure else "", "", "", "", ""]
+    gain = speed_up(summaries, case)
+    return [
+        seconds(summary.forward.median),
+        seconds(summary.backward.median) if case.backward else "not run",
+        f"{summary.tokens_per_second:,.0f}",
+        f"{gain.median:.2f} x" if gain else "",
+        mebibytes(summary.rank_bytes.median),
+    ]
 
 
 def memory_table(summaries: Summaries) -> Table:

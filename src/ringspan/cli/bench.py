@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ringspan.cli.bench_values import read_as, read_bytes, read_dtype, read_layout, read_lengths
-from ringspan.cli.options import AsJson, Dim, Heads, read_counts, read_pattern
+from ringspan.cli.bench_values import read_bytes, read_layout, read_lengths
+from ringspan.cli.options import AsJson, Dim, Heads, read_as, read_counts, read_dtype, read_pattern
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,18 +22,9 @@ if TYPE_CHECKING:
     from ringspan.bench.trials import Trial
 
 _SHARE_OF_FREE_MEMORY = 0.8
-_OF_CASES = (
-    "tokens",
-    "ranks",
-    "pattern",
-    "causal",
-    "layout",
-    "dtype",
-    "heads",
-    "dim",
-    "forward_only",
-    "peers",
-    "rounds",
+_NOT_FOR_SUITES = (
+    *("tokens", "ranks", "pattern", "causal", "layout", "dtype", "heads", "dim", "forward_only", "peers", "rounds"),
+    *("time_limit", "threads"),
 )
 
 
@@ -122,7 +113,7 @@ def bench(
     budget = read_as("--memory", read_bytes, memory) if memory else _free_share()
     if suite or quick:
         _check_suite(context, suite)
-        _run_suite(progress, budget, threads, out, quick=quick, fresh=fresh, dry_run=dry_run, as_json=as_json)
+        _run_suite(progress, budget, out, quick=quick, fresh=fresh, dry_run=dry_run, as_json=as_json)
         return
     settings = Settings(Limits(budget, time_limit), rounds, threads)
     cases = make_cases(
@@ -153,7 +144,7 @@ def _measure(
     from ringspan.bench import report  # noqa: PLC0415
     from ringspan.bench.store import Store  # noqa: PLC0415
     from ringspan.bench.summaries import summarize  # noqa: PLC0415
-    from ringspan.bench.tables import terminal_table  # noqa: PLC0415
+    from ringspan.bench.tables import terminal_tables  # noqa: PLC0415
     from ringspan.evidence.pages import rich_table  # noqa: PLC0415
 
     command = _command_line()
@@ -167,7 +158,8 @@ def _measure(
         typer.echo(json.dumps(document))
     else:
         console = Console()
-        console.print(rich_table(terminal_table(summarize(trials))))
+        for table in terminal_tables(summarize(trials)):
+            console.print(rich_table(table))
         console.print(page.sentence, highlight=False, soft_wrap=True)
         console.print(f"Report: {paths['html']} (also .md and .json)", highlight=False, soft_wrap=True)
     _exit(progress, trials)
@@ -176,7 +168,6 @@ def _measure(
 def _run_suite(
     progress: Console,
     budget: int,
-    threads: int,
     out: Path | None,
     *,
     quick: bool,
@@ -191,11 +182,11 @@ def _run_suite(
 
     scale = suites.QUICK_SCALE if quick else suites.FULL_SCALE
     root = out or (Path("ringspan-report/quick") if quick else Path())
-    parts = suites.results_parts(scale, budget, threads)
+    parts = suites.results_parts(scale, budget)
     if dry_run:
         _show_cases(parts, as_json)
         return
-    store = Store(root / "benchmarks/results/results.jsonl", threads, fresh=fresh)
+    store = Store(root / "benchmarks/results/results.jsonl", threads=1, fresh=fresh)
     _say_what_is_there(progress, store)
     found = {part.name: _run(progress, part.cases, part.settings, store, part.name) for part in parts}
     page = results_page.make_results_page(found, scale, _command_line())
@@ -213,18 +204,21 @@ def _run_suite(
 def _run(progress: Console, cases: Sequence[Case], settings: Settings, store: Store, title: str = "") -> list[Trial]:
     """All trials, with a line of progress; Ctrl-C ends cleanly."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: PLC0415
+    from rich.table import Column  # noqa: PLC0415
 
     from ringspan.bench.ladder import run_cases  # noqa: PLC0415
 
-    columns = (BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    bar = Progress(*columns, console=progress, refresh_per_second=2, transient=True, disable=not progress.is_terminal)
+    what = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
+    columns = (BarColumn(bar_width=16), MofNCompleteColumn(), TimeElapsedColumn(), what)
+    seen = progress.is_terminal
+    bar = Progress(*columns, console=progress, refresh_per_second=2, expand=True, transient=True, disable=not seen)
     steps, trials = len(cases) * settings.rounds, []
     task = bar.add_task("", total=steps)
 
     def announce(step: int, text: str) -> None:
         line = f"{title}: {text}" if title else text
         bar.update(task, completed=step - 1, description=line)
-        if bar.disable:
+        if not seen:
             progress.print(f"{step} of {steps}: {line}", highlight=False, soft_wrap=True)
 
     try:
@@ -232,8 +226,8 @@ def _run(progress: Console, cases: Sequence[Case], settings: Settings, store: St
             for trial in run_cases(cases, settings, store, announce=announce):
                 trials.append(trial)
                 if not trial.measured:
-                    what = f"{trial.case}: {trial.outcome}: {trial.reason}"
-                    progress.print(what, highlight=False, style="yellow", soft_wrap=True)
+                    row = f"{trial.case}: {trial.outcome}: {trial.reason}"
+                    progress.print(row, highlight=False, style="yellow", soft_wrap=True)
     except KeyboardInterrupt:
         progress.print(
             f"Interrupted. {len(store)} trials are kept in {store.path}: the same command goes on from there."
@@ -287,10 +281,10 @@ def _check_suite(context: typer.Context, suite: str) -> None:
         if not suite:
             raise typer.BadParameter("is a size of a suite: say which, such as --suite results", param_hint="--quick")
         raise typer.BadParameter(f"{suite!r}: must be {' or '.join(SUITES)}", param_hint="--suite")
-    given = [name for name in _OF_CASES if _was_given(context, name)]
+    given = [name for name in _NOT_FOR_SUITES if _was_given(context, name)]
     if given:
         options = ", ".join("--" + name.replace("_", "-") for name in given)
-        raise typer.BadParameter(f"a suite has its own cases: leave out {options}, or --suite", param_hint="--suite")
+        raise typer.BadParameter(f"a suite has its own: leave out {options}, or --suite", param_hint="--suite")
 
 
 def _was_given(context: typer.Context, name: str) -> bool:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -12,17 +11,6 @@ from ringspan.layout import check_layout_name
 
 if TYPE_CHECKING:
     from ringspan.layout import LayoutName
-
-Value = TypeVar("Value")
-_DTYPES = ("float32", "bfloat16", "float16", "float64")
-
-
-def read_as(option: str, reader: Callable[[str], Value], text: str) -> Value:
-    """A value by its reader; what is wrong with it is said together with the name of its option."""
-    try:
-        return reader(text)
-    except typer.BadParameter as error:
-        raise typer.BadParameter(error.message, param_hint=option) from error
 
 
 def read_lengths(text: str) -> list[int]:
@@ -65,10 +53,3 @@ def read_layout(text: str) -> LayoutName | None:
     except ValueError as error:
         raise typer.BadParameter(f"{error}, or 'best'") from error
     return text  # type: ignore[return-value]
-
-
-def read_dtype(text: str) -> str:
-    """The name of a dtype of torch."""
-    if text not in _DTYPES:
-        raise typer.BadParameter(f"{text!r}: must be {', '.join(_DTYPES[:-1])} or {_DTYPES[-1]}")
-    return text

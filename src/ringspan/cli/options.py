@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, TypeVar
 
 import typer
 
 from ringspan.geometry import Dilated, Full, Pattern
+
+Value = TypeVar("Value")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def read_pattern(text: str) -> Pattern:
@@ -52,6 +56,21 @@ def read_counts(text: str) -> list[int]:
     [1, 2, 4096]
     """
     return [read_count(word) for word in text.split(",")]
+
+
+def read_dtype(text: str) -> str:
+    """The name of a dtype of torch."""
+    if text not in DTYPES:
+        raise typer.BadParameter(f"{text!r}: must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
+    return text
+
+
+def read_as(option: str, reader: Callable[[str], Value], text: str) -> Value:
+    """A value by its reader; what is wrong with it is said together with the name of its option."""
+    try:
+        return reader(text)
+    except typer.BadParameter as error:
+        raise typer.BadParameter(error.message, param_hint=option) from error
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable result on stdout, and nothing else there.")]

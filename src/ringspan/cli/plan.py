@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Annotated, cast, get_args
 
 import typer
 
-from ringspan.cli.options import AsJson, Dim, Heads, read_count, read_pattern
+from ringspan.cli.options import AsJson, Dim, Heads, read_as, read_count, read_pattern
 from ringspan.layout import LayoutName, check_layout_name
 
 if TYPE_CHECKING:
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
     from ringspan.evidence.rates import KnownRates
     from ringspan.planning import Passing, RingPlan
     from ringspan.planning.breakeven import BreakEven
-
-Value = TypeVar("Value")
 
 
 def plan(
@@ -75,10 +72,10 @@ def plan(
     from ringspan.evidence.plan_prices import make_plans, price_layout  # noqa: PLC0415
     from ringspan.planning import advise_layout  # noqa: PLC0415
 
-    ring_size, length = _read("--ranks", read_count, ranks), _read("--tokens", read_count, tokens)
+    ring_size, length = read_as("--ranks", read_count, ranks), read_as("--tokens", read_count, tokens)
     try:
         plans = make_plans(
-            _read("--pattern", read_pattern, pattern),
+            read_as("--pattern", read_pattern, pattern),
             length,
             ring_size,
             _layouts(layout),
@@ -133,14 +130,6 @@ def plan(
     sentences += [f"Picture: {path}" for path in pictures]
     for sentence in sentences:
         console.print(sentence, highlight=False, soft_wrap=True)
-
-
-def _read(option: str, reader: Callable[[str], Value], text: str) -> Value:
-    """A value by its reader; what is wrong with it is said together with the name of its option."""
-    try:
-        return reader(text)
-    except typer.BadParameter as error:
-        raise typer.BadParameter(error.message, param_hint=option) from error
 
 
 def _layouts(name: str) -> tuple[LayoutName, ...]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ringspan.cli.options import AsJson, read_count, read_counts, read_pattern
+from ringspan.cli.options import AsJson, read_as, read_count, read_counts, read_dtype, read_pattern
 
 if TYPE_CHECKING:
     from ringspan.verify.settings import Settings
@@ -61,11 +61,12 @@ def verify(
 
     subject = _subject(attention, pattern, layout)
     settings = _settings(subject, tokens, dtype)
+    wanted = read_as("--ranks", read_counts, ranks)
     team = find_team(timeout)
     console = Console(stderr=as_json, quiet=not team.is_speaker)
     console.print(f"[bold]{subject.name}[/bold] on {team.where}", highlight=False)
     answers: ByRing = {}
-    sizes = team.sizes(read_counts(ranks))
+    sizes = team.sizes(wanted)
     with console.status("") as status:
         for size in sizes:
             status.update(f"a ring of {size} is examined: memory, exactness, reach, bytes, work, speed ...")
@@ -101,19 +102,17 @@ def _subject(attention: str, pattern: str, layout: str) -> Subject:
         check_layout_name(layout)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    return Subject(pattern=read_pattern(pattern), layout=layout)  # type: ignore[arg-type]
+    return Subject(pattern=read_as("--pattern", read_pattern, pattern), layout=layout)  # type: ignore[arg-type]
 
 
 def _settings(subject: Subject, tokens: str, dtype: str) -> Settings:
     from ringspan.geometry import Full  # noqa: PLC0415
     from ringspan.verify.settings import Settings  # noqa: PLC0415
 
-    if dtype not in ("", "float64", "float32", "bfloat16", "float16"):
-        raise typer.BadParameter(f"--dtype {dtype}: must be float64, float32, bfloat16 or float16")
-    exact_dtype = dtype or ("float64" if subject.is_ringspan else "float32")
+    exact_dtype = read_as("--dtype", read_dtype, dtype or ("float64" if subject.is_ringspan else "float32"))
     if isinstance(subject.pattern, Full):
-        return Settings.for_plain(read_count(tokens or "2048"), exact_dtype)
-    return Settings.for_dilated(read_count(tokens or "65536"), exact_dtype)
+        return Settings.for_plain(read_as("--tokens", read_count, tokens or "2048"), exact_dtype)
+    return Settings.for_dilated(read_as("--tokens", read_count, tokens or "65536"), exact_dtype)
 
 
 def _command(attention: str, pattern: str, layout: str, ranks: str) -> str:

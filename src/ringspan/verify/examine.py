@@ -8,6 +8,7 @@ in pieces.
 from __future__ import annotations
 
 import statistics
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from ringspan.evidence.device import Device
 from ringspan.evidence.flops import count_flops
+from ringspan.evidence.machine import busy_seconds
 from ringspan.evidence.overlap import travel_seconds
 from ringspan.evidence.wire import loopback_bytes_sent, why_not_seen
 from ringspan.oracle import dense_attention, multiplicity
@@ -123,6 +125,9 @@ class SpeedAnswer:
     """Seconds of forward and backward, trial by trial; none where ranks share a core, and speed means nothing."""
 
     seconds: tuple[float, ...]
+    window_seconds: float  # from before the first trial to after the last
+    own_cpu_seconds: float  # of this process meanwhile
+    busy_cpu_seconds: float  # of the whole machine meanwhile
 
 
 @dataclass(frozen=True)
@@ -301,13 +306,16 @@ def ask_work(examination: Examination) -> WorkAnswer:
 def ask_speed(examination: Examination) -> SpeedAnswer:
     size = examination.settings.speed
     tensors = examination.own_rows(size)
+    if not examination.settings.trials:
+        return SpeedAnswer((), 0.0, 0.0, 0.0)
     seconds = []
-    for trial in range(examination.settings.trials + 1 if examination.settings.trials else 0):
+    examination.barrier()
+    start, own, busy = time.perf_counter(), time.process_time(), busy_seconds()
+    for _ in range(examination.settings.trials + 1):
         examination.barrier()
-        elapsed = examination.device.seconds(lambda: examination.both_passes(tensors, size, causal=True))
-        if trial:  # the first one warms up
-            seconds.append(elapsed)
-    return SpeedAnswer(tuple(seconds))
+        seconds.append(examination.device.seconds(lambda: examination.both_passes(tensors, size, causal=True)))
+    window, own, busy = time.perf_counter() - start, time.process_time() - own, busy_seconds() - busy
+    return SpeedAnswer(tuple(seconds[1:]), window, own, busy)  # the first one warmed up
 
 
 def ask_overlap(examination: Examination) -> OverlapAnswer | None:

@@ -28,6 +28,7 @@ FRAMING_BYTES = 2**16  # and what the barriers around the measurement may send, 
 WORK_TOLERANCE = 0.05
 LEAST_EFFICIENCY = 0.75  # speed-up over ranks: a ring of two must be at least 1.5 x as fast as one
 LEAST_HIDDEN = 0.5
+QUIET_CORES = 0.25  # something else may keep this much busy; beyond that, speed is not judged
 SHORTEST_TRAVEL = 1e-3  # seconds: below that, how much of it is hidden is noise
 
 
@@ -274,11 +275,22 @@ def _speed(given: Answers) -> SpeedAnswer:
     return answer
 
 
+def foreign_cores(ranks: list[Answers]) -> float:
+    """How many cores something else kept busy while the ranks of a ring were timed, as the first rank saw it."""
+    first = _speed(ranks[0])
+    own = sum(_speed(given).own_cpu_seconds for given in ranks)
+    return max(0.0, (first.busy_cpu_seconds - own) / first.window_seconds)
+
+
 def check_speed(answers: ByRing, parallel_ranks: int) -> Check:
     name = "more ranks are faster"
     size = _largest_parallel(answers, parallel_ranks)
     if size is None:
         return Check(name, "not seen", f"{parallel_ranks} device(s)", "no ring whose ranks all have one of their own")
+    foreign = max(foreign_cores(answers[each]) for each in (1, size))
+    if foreign > QUIET_CORES:
+        reason = "other programs were busy meanwhile; ask again when the machine is quiet"
+        return Check(name, "not seen", f"{foreign:.1f} cores were busy with something else", reason)
     seconds = speed_of(answers)
     ratio = seconds[1] / seconds[size]
     figure = f"{ratio:.2f} x with {size} ranks ({seconds[1]:.2f} s, {seconds[size]:.2f} s)"
