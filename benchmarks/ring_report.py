@@ -9,6 +9,8 @@ from typing import Any
 from matplotlib import pyplot
 from rich.console import Console
 
+import ringspan as rs
+from benchmarks.peers import DIM, HEADS
 from benchmarks.tables import Cells, markdown_table, rich_table, yes
 
 SPEED_TEXT = """\
@@ -36,7 +38,8 @@ def write_report(results: dict[str, Any], machine: str, root: Path, console: Con
         "Other rings": (PEER_TEXT, peer_table(results["speed"])),
         "Memory by ring size": (
             f"{MEMORY_TEXT}\n\n"
-            f"- {_fit_text('dilated', *fits['dilated'])}\n- {_fit_text('full, without parcels', *own)}",
+            f"- {_fit_text('dilated', *fits['dilated'])}\n"
+            f"- {_fit_text('full, without parcels', *own)}; {_against_plan(own[1], results['memory'])}",
             memory_table(results["memory"]),
         ),
         "Bytes on the wire": (
@@ -121,6 +124,13 @@ def fit(rows: list[dict[str, Any]], without_parcels: bool = False) -> tuple[floa
 
 def _fit_text(name: str, a: float, b: float, one: float) -> str:
     return f"{name}: a = {a / 2**20:.0f} MiB, b = {b / 2**20:,.0f} MiB ({b / one:.2f} of the growth at k = 1)"
+
+
+def _against_plan(b: float, rows: list[dict[str, Any]]) -> str:
+    """b beside the rows of one process by the plan: at this length the workspace is a tenth of the growth at k = 1."""
+    n = next(row["n"] for row in rows if row["name"] == "full")
+    planned = rs.plan(rs.Full(), n, causal=True, heads=HEADS, dim=DIM).memory(0, backward=True).rows
+    return f"{b / planned:.2f} of the {planned / 2**20:,.0f} MiB that all rows take by the plan"
 
 
 def memory_table(rows: list[dict[str, Any]]) -> Cells:
