@@ -233,7 +233,8 @@ def check_memory(answers: ByRing) -> Check:
     if a > MOST_WORKSPACE_BYTES:
         reason = f"{a / 2**20:.0f} MiB do not fall with the ring, more than {MOST_WORKSPACE_BYTES // 2**20}"
         return Check(name, "FAILS", figure, f"{reason}: a rank holds more than its share of the sequence")
-    return Check(name, "holds", figure, f"peak of a rank over rings of {', '.join(map(str, answers))}")
+    rings = ", ".join(str(size) for size in answers if size > 1)
+    return Check(name, "holds", figure, f"the peak of a rank, fitted over rings of {rings}")
 
 
 def _memory(given: Answers) -> MemoryAnswer:
