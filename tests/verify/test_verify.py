@@ -18,7 +18,15 @@ from ringspan.verify.verdicts import ByRing, Check, judge, sentence
 RIGHT = ("computes_the_whole", "honest")  # in every number: only memory and work tell them apart
 WRONG = ("flips_a_byte", "drops_gradients", "sees_one_too_far", "attends_alone", "mixes_heads", "raises")
 SMALL = Size(256, 2, 64)
-PLAIN = Settings(exact=Size(96, 2, 16), counted=SMALL, memory=SMALL, speed=SMALL, memory_backward=False, trials=1)
+PLAIN = Settings(
+    exact=Size(96, 2, 16),
+    counted=SMALL,
+    memory=SMALL,
+    speed=SMALL,
+    memory_backward=False,
+    memory_alone_counts=False,
+    trials=1,
+)
 LARGE = replace(PLAIN, memory=Size(2048, 64, 64))
 DILATED = Settings(
     exact=Size(97, 3, 16), counted=Size(1024, 2, 64), memory=Size(16384, 8, 64), speed=Size(2048, 2, 64), trials=1

@@ -77,6 +77,7 @@ class MemoryAnswer:
     """Peak growth of the passes that the settings ask for, this rank's rows included."""
 
     peak_bytes: int
+    alone_counts: bool  # as in the settings: whether a ring of one is comparable
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ def ask_memory(examination: Examination) -> MemoryAnswer:
 
     peak = examination.device.peak_growth(run)
     examination.barrier()
-    return MemoryAnswer(peak)
+    return MemoryAnswer(peak, examination.settings.memory_alone_counts)
 
 
 def ask_exact(examination: Examination) -> ExactAnswer:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ringspan.evidence.machine import describe_machine, one_line
 from ringspan.evidence.pages import Page, Picture, Table, markdown_table
 from ringspan.verify.examine import BytesAnswer, Failed
-from ringspan.verify.verdicts import ByRing, Check, fit_memory, sentence, speed_of
+from ringspan.verify.verdicts import ByRing, Check, fit_memory, fitted_sizes, sentence, speed_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,7 +30,7 @@ def make_page(
     parts: list[Table | Picture] = [Table("Is the ring real?", check_rows(checks), lengths)]
     passes = "forward and backward" if settings.memory_backward else "the forward pass"
     parts.append(Table("Rank by rank", rank_rows(answers), f"Memory is the peak growth of {passes}."))
-    if sum(size > 1 for size in answers) > 1 and _answered(answers, "memory") and _answered(answers, "speed"):
+    if _answered(answers, "memory") and len(fitted_sizes(answers)) > 1 and _answered(answers, "speed"):
         caption = "Peak memory of a rank falls as the ring grows; points are measured, the line is the fit."
         parts.append(Picture("verify_memory", draw(answers, settings), caption))
     return Page(

@@ -23,6 +23,7 @@ class Settings:
     memory: Size
     speed: Size
     memory_backward: bool = True
+    memory_alone_counts: bool = True  # whether parcels are so small that a ring of one, without any, is comparable
     exact_dtype: str = "float64"
     trials: int = 3  # of speed; 0 where ranks share a core
 
@@ -50,5 +51,6 @@ class Settings:
             memory=Size(tokens, 64, 64),
             speed=Size(2 * tokens, 8, 64),
             memory_backward=False,
+            memory_alone_counts=False,
             exact_dtype=exact_dtype,
         )

@@ -217,24 +217,31 @@ def _wire_figure(given: Iterable[BytesAnswer]) -> str:
     return f"{planned:,} planned and sent" + (f", {interface}" if interface else "")
 
 
+def fitted_sizes(answers: ByRing) -> list[int]:
+    """The ring sizes that memory is fitted over: without 1 where parcels are large, since alone there are none."""
+    alone_counts = next(iter(answers.values()))[0]["memory"].alone_counts
+    return [size for size in answers if size > 1 or alone_counts]
+
+
 def fit_memory(answers: ByRing) -> tuple[float, float]:
-    """Least squares of the largest peak of each ring size k above 1 (alone, nothing travels) as a + b / k, in bytes."""
-    peaks = {size: max(_memory(given).peak_bytes for given in ranks) for size, ranks in answers.items() if size > 1}
-    slope, intercept = statistics.linear_regression([1 / size for size in peaks], list(peaks.values()))
+    """Least squares of the largest peak of each ring size k as a + b / k, in bytes."""
+    sizes = fitted_sizes(answers)
+    peaks = [max(_memory(given).peak_bytes for given in answers[size]) for size in sizes]
+    slope, intercept = statistics.linear_regression([1 / size for size in sizes], peaks)
     return intercept, slope
 
 
 def check_memory(answers: ByRing) -> Check:
     name = "memory falls as 1/k"
-    if sum(size > 1 for size in answers) < 2:
-        return Check(name, "not seen", "fewer than two rings", "two ring sizes above 1 make a line: --ranks 1,2,4")
+    sizes = fitted_sizes(answers)
+    if len(sizes) < 2:
+        return Check(name, "not seen", "too few rings", "at least two ring sizes make a line: --ranks 1,2,4")
     a, b = fit_memory(answers)
     figure = f"{a / 2**20:.0f} + {b / 2**20:.0f} / k MiB"
     if a > MOST_WORKSPACE_BYTES:
         reason = f"{a / 2**20:.0f} MiB do not fall with the ring, more than {MOST_WORKSPACE_BYTES // 2**20}"
         return Check(name, "FAILS", figure, f"{reason}: a rank holds more than its share of the sequence")
-    rings = ", ".join(str(size) for size in answers if size > 1)
-    return Check(name, "holds", figure, f"the peak of a rank, fitted over rings of {rings}")
+    return Check(name, "holds", figure, f"the peak of a rank, fitted over rings of {', '.join(map(str, sizes))}")
 
 
 def _memory(given: Answers) -> MemoryAnswer:
