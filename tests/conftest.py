@@ -13,13 +13,14 @@ settings.load_profile("ringspan")
 
 
 # These start processes, and some watch the loopback interface: with pytest-xdist one worker runs them all, one by one.
-START_PROCESSES = ("bench", "cli", "ring", "verify")
+START_PROCESSES = ("bench", "cli/test_verify.py", "ring/test_faults.py", "ring/test_processes.py", "verify")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
-        if any(item.path.is_relative_to(here / folder) for folder in START_PROCESSES):
+        if any(item.path.is_relative_to(here / place) for place in START_PROCESSES):
             item.add_marker(pytest.mark.xdist_group("processes"))
 
 

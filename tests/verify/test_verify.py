@@ -56,7 +56,7 @@ def checks_of(name: str) -> dict[str, Check]:
 
 
 def failing(checks: dict[str, Check]) -> dict[str, str]:
-    return {n: c.reason for n, c in checks.items() if c.verdict == "FAILS" and n not in SHORT_ANSWERS}
+    return {n: f"{c.reason} ({c.figure})" for n, c in checks.items() if c.verdict == "FAILS" and n not in SHORT_ANSWERS}
 
 
 @pytest.mark.parametrize("place", [0, 1], ids=["contiguous", "zigzag"])
