@@ -11,6 +11,7 @@ SOURCE = Path(__file__).parent.parent / "src/ringspan"
 
 # Each part, and the parts it may import from.
 ALLOWED: dict[str, set[str]] = {
+    "described": set(),
     "geometry": set(),
     "layout": {"geometry"},
     "planning": {"geometry", "layout"},
@@ -35,7 +36,12 @@ ALLOWED: dict[str, set[str]] = {
     },
     "verify": {"api", "evidence", "geometry", "layout", "oracle", "prices", "processes", "ring"},
     "bench": {"evidence", "geometry", "layout", "measure", "processes", "ringspan"},
-    "cli": {"bench", "draw", "evidence", "geometry", "layout", "planning", "ringspan", "verify"},
+    "models": {"described", "geometry", "nn", "ringspan"},
+    "train": {"described", "evidence", "geometry", "layout", "models", "planning", "prices", "ringspan"},
+    "cli": {
+        *("bench", "draw", "evidence", "geometry", "layout", "models", "planning"),
+        *("ringspan", "train", "verify"),
+    },
     "__main__": {"cli"},
 }
 

@@ -1,31 +1,17 @@
 """The registered operator: opcheck, torch.compile, selective checkpointing, double backward."""
 
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import ringspan as rs
 from ringspan.op import attention_op
+from tests.counting import CountingMode
 
 PATTERN = rs.Dilated((16, 40), (1, 3), shift=2)
-
-
-class CountingMode(TorchDispatchMode):
-    """Counts calls of ringspan's operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "ringspan":
-            self.calls[func.name()] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def qkv(n: int = 70, heads: int = 4, kv_heads: int = 2, dtype: torch.dtype = torch.float64) -> list[Tensor]:

@@ -8,10 +8,11 @@ The public names live in `ringspan.public` and arrive together when the first of
 pure-integer parts need no torch, and do not wait for it.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ringspan import kernels, nn
+    from ringspan import kernels, models, nn
     from ringspan.public import (
         Dilated,
         Full,
@@ -37,14 +38,19 @@ __all__ = [
     "attention",
     "best_layout",
     "kernels",
+    "models",
     "nn",
     "plan",
 ]
+
+_ROOMS = ("kernels", "models", "nn")  # modules, found without asking the others
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'ringspan' has no attribute {name!r}")
+    if name in _ROOMS:
+        return import_module(f"ringspan.{name}")
     from ringspan import public  # noqa: PLC0415
 
     globals().update({each: getattr(public, each) for each in public.__all__})

@@ -1,6 +1,5 @@
-"""Everything that `import ringspan as rs` offers, in one place; importing it registers the operators."""
+"""The functions and classes that `import ringspan as rs` offers; importing it registers the operators."""
 
-from ringspan import kernels, nn
 from ringspan.api import attention
 from ringspan.geometry import Dilated, Full, Pattern
 from ringspan.prices import best_layout, plan
@@ -15,7 +14,5 @@ __all__ = [
     "SimulatedRing",
     "attention",
     "best_layout",
-    "kernels",
-    "nn",
     "plan",
 ]

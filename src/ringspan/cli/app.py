@@ -7,11 +7,11 @@ from typing import Annotated
 import typer
 
 import ringspan as rs
-from ringspan.cli import bench, doctor, plan, verify
+from ringspan.cli import bench, doctor, plan, train, verify
 
 app = typer.Typer(
     name="ringspan",
-    help="Exact dilated (LongNet) attention over a ring of devices: prove it, plan it, measure it.",
+    help="Exact dilated (LongNet) attention over a ring of devices: prove it, plan it, measure it, train with it.",
     epilog="Start with `ringspan verify`. Every command has examples: `ringspan COMMAND --help`.",
     no_args_is_help=True,
     add_completion=False,
@@ -19,7 +19,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (verify.verify, plan.plan, bench.bench, doctor.doctor):
+for command in (verify.verify, plan.plan, bench.bench, train.train, doctor.doctor):
     app.command()(command)
 
 

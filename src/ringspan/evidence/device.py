@@ -8,6 +8,8 @@ argument, so that a stand-in can be measured where there is no such device.
 from __future__ import annotations
 
 import os
+import resource
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,6 +36,9 @@ class Device(Protocol):
     def peak_growth(self, call: Callable[[], Any]) -> int:
         """By how many bytes memory grew at its peak during a call, its results included."""
 
+    def peak_bytes(self) -> int:
+        """The most memory that this process has held so far."""
+
 
 @dataclass(frozen=True)
 class Cpu:
@@ -50,6 +55,10 @@ class Cpu:
 
     def peak_growth(self, call: Callable[[], Any]) -> int:
         return peak_growth(call)[1]
+
+    def peak_bytes(self) -> int:
+        unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 @dataclass(frozen=True)
@@ -76,7 +85,10 @@ class Accelerator:
         before = self.api.memory_allocated(self.device)
         call()
         self.api.synchronize(self.device)
-        return int(self.api.max_memory_allocated(self.device) - before)
+        return self.peak_bytes() - int(before)
+
+    def peak_bytes(self) -> int:
+        return int(self.api.max_memory_allocated(self.device))
 
 
 def this_ranks_device() -> Device:

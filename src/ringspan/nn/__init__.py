@@ -1,6 +1,7 @@
-"""Modules: dilated attention as torch.nn layers."""
+"""Modules: dilated attention as torch.nn layers, and the loss over a ring."""
 
+from ringspan.nn.cross_entropy import ring_cross_entropy
 from ringspan.nn.dilated import DilatedAttention
 from ringspan.nn.multihead import MultiheadDilatedAttention
 
-__all__ = ["DilatedAttention", "MultiheadDilatedAttention"]
+__all__ = ["DilatedAttention", "MultiheadDilatedAttention", "ring_cross_entropy"]

@@ -1,0 +1,109 @@
+"""The shape of a LongNet: sizes, patterns, and the named ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from ringspan.described import described
+from ringspan.geometry import Dilated, Full, HeadOffsets, Pattern
+
+
+@dataclass(frozen=True)
+class LongNetConfig:
+    """Everything that decides a LongNet's weights and what it computes.
+
+    >>> LongNetConfig.named("tiny").layers
+    4
+    """
+
+    vocab_size: int = described(256, "Tokens it knows; 256 are bytes.")
+    layers: int = described(4, "Layers of attention and MLP.")
+    width: int = described(128, "Numbers in a token's hidden state.")
+    heads: int = described(4, "Query heads; they divide the width.")
+    kv_heads: int = described(4, "Heads of keys and values; they divide the heads.")
+    mlp_width: int = described(384, "Inner width of the gated MLP.")
+    segment_lengths: tuple[int, ...] = described(
+        (1024, 4096, 16384), "Segments of the pattern; none is plain attention."
+    )
+    dilation_rates: tuple[int, ...] = described((1, 4, 16), "Rate of each segment length.")
+    head_offsets: HeadOffsets = described("interleaved", "How heads share the rows of a segment.")
+    alternate_shift: bool = described(
+        True, "Shift borders by half the shortest segment in every second layer, so that no border stays a wall."
+    )
+    causal: bool = described(True, "A decoder, which predicts the next token; otherwise an encoder.")
+    rotary_base: float = described(500_000.0, "The longest rotary wavelength is about 6 times this many tokens.")
+    norm_eps: float = described(1e-5, "What norms add to a mean square.")
+    tie_embeddings: bool = described(False, "Use the embedding as the output head.")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "segment_lengths", tuple(self.segment_lengths))
+        object.__setattr__(self, "dilation_rates", tuple(self.dilation_rates))
+        for name in ("vocab_size", "layers", "width", "heads", "kv_heads", "mlp_width"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.width % self.heads:
+            raise ValueError(f"heads={self.heads}: must divide width={self.width}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads={self.kv_heads}: must divide heads={self.heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"width / heads = {self.head_dim}: must be even, for rotary positions")
+        self.pattern_of(0)
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+    def pattern_of(self, layer: int) -> Pattern:
+        """The pattern of a layer; every second one is shifted, if the configuration says so."""
+        if not self.segment_lengths:
+            return Full()
+        shift = min(self.segment_lengths) // 2 if self.alternate_shift and layer % 2 else 0
+        return Dilated(self.segment_lengths, self.dilation_rates, self.head_offsets, shift)
+
+    @property
+    def parameters(self) -> int:
+        """How many weights the model has."""
+        kv_width = self.head_dim * self.kv_heads
+        attention = 2 * self.width * (self.width + kv_width)
+        layer = attention + 3 * self.width * self.mlp_width + 2 * self.width
+        head = 0 if self.tie_embeddings else self.vocab_size * self.width
+        return self.layers * layer + self.vocab_size * self.width + self.width + head
+
+    @staticmethod
+    def named(name: str, **changes: Any) -> LongNetConfig:
+        """One of the named sizes, with changes if wanted."""
+        if name not in NAMED:
+            raise ValueError(f"size {name!r}: must be one of {', '.join(NAMED)}")
+        return dataclasses.replace(NAMED[name], **changes)
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> LongNetConfig:
+        """The configuration that `to_json` wrote; a key that we do not know is an error, not a silence."""
+        known = {field.name for field in dataclasses.fields(LongNetConfig)}
+        values = json.loads(text)
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ValueError(f"unknown settings {', '.join(unknown)}: known are {', '.join(sorted(known))}")
+        return LongNetConfig(**values)
+
+
+NAMED = {
+    "nano": LongNetConfig(layers=2, width=64, heads=2, kv_heads=2, mlp_width=192),
+    "tiny": LongNetConfig(),
+    "small": LongNetConfig(layers=8, width=512, heads=8, kv_heads=4, mlp_width=1408),
+    "base": LongNetConfig(
+        layers=12,
+        width=768,
+        heads=12,
+        kv_heads=4,
+        mlp_width=2048,
+        segment_lengths=(2048, 8192, 32768, 131072),
+        dilation_rates=(1, 4, 16, 64),
+    ),
+}

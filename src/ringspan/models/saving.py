@@ -1,0 +1,30 @@
+"""A model on disk: config.json and model.safetensors in one folder. Needs ``pip install 'ringspan[train]'``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+
+
+def save_weights(folder: Path, config: str, weights: dict[str, Tensor]) -> None:
+    """Write a model. Tensors that share memory (tied embeddings) are written once for each name."""
+    from safetensors.torch import save_file  # noqa: PLC0415
+
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: weight.detach().cpu().clone().contiguous() for name, weight in weights.items()}, folder / WEIGHTS)
+    (folder / CONFIG).write_text(config)
+
+
+def load_weights(folder: Path) -> tuple[str, dict[str, Tensor]]:
+    """The configuration and the weights in a folder."""
+    from safetensors.torch import load_file  # noqa: PLC0415
+
+    for name in (CONFIG, WEIGHTS):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(
+                f"{folder / name}: not there; a saved model is a folder with {CONFIG} and {WEIGHTS}"
+            )
+    return (folder / CONFIG).read_text(), load_file(folder / WEIGHTS)

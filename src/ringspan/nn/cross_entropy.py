@@ -1,0 +1,78 @@
+"""The loss over a ring: each rank's share of one mean, in slices, so that no (rows x vocabulary) tensor exists."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from ringspan.ring import Ring, SimulatedRing
+
+Gradients = Literal["summed", "averaged"]
+IGNORED = -100
+
+
+def ring_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    ring: Ring | SimulatedRing | None = None,
+    group: dist.ProcessGroup | None = None,
+    gradients: Gradients = "summed",
+    ignore_index: int = IGNORED,
+    slice_rows: int = 4096,
+) -> Tensor:
+    """This rank's share of the mean cross-entropy, in nats, over all targets that are not ignored, on all ranks.
+
+    One rule: *backward differentiates the sum over ranks of what each rank returns*. So the shares of all ranks add up
+    to the mean over the whole sequence, and gradients of replicated weights are to be summed over ranks. Where they are
+    averaged instead (FSDP, DDP), say ``gradients="averaged"``: the share is then multiplied by the number of ranks.
+
+    Args:
+        hidden: (batch, rows, width), this rank's rows.
+        weight: (vocabulary, width), the output head.
+        targets: (batch, rows), the next token of each row (shift before the split); ``ignore_index`` is not counted.
+        ring: whose ranks share the sequence.
+        group: over whose ranks the mean is taken; the ring's by default. With data parallelism beside the ring, the
+            group of the whole mesh.
+        slice_rows: rows whose logits exist at a time; they are computed again in backward.
+
+    Returns 0 (with zero gradients) on a rank without targets.
+
+    >>> hidden, weight = torch.zeros(1, 6, 8), torch.zeros(4, 8)
+    >>> round(ring_cross_entropy(hidden, weight, torch.tensor([[0, 1, 2, 3, 0, -100]])).item(), 4)  # log 4
+    1.3863
+    """
+    if gradients not in ("summed", "averaged"):
+        raise ValueError(
+            f"gradients={gradients!r}: must be 'summed' or 'averaged' (over ranks, by whoever reduces them)"
+        )
+    if hidden.shape[:-1] != targets.shape:
+        raise ValueError(
+            f"targets {tuple(targets.shape)}: must be {tuple(hidden.shape[:-1])}, one for each row of hidden"
+        )
+    group = ring.group if group is None and isinstance(ring, Ring) else group
+    counted = (targets != ignore_index).sum()
+    ranks = 1
+    if group is not None:
+        dist.all_reduce(counted, group=group)
+        ranks = dist.get_world_size(group)
+    rows, wanted = hidden.flatten(0, -2), targets.flatten()
+    total = hidden.new_zeros((), dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32)
+    total = total + rows.sum() * 0.0  # a rank without targets still walks backward
+    for first in range(0, len(rows), slice_rows):
+        part = slice(first, first + slice_rows)
+        total = total + checkpoint(_sum_of, rows[part], weight, wanted[part], ignore_index, use_reentrant=False)
+    share = total / counted.clamp(min=1)
+    return share * ranks if gradients == "averaged" else share
+
+
+def _sum_of(hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
+    logits = F.linear(hidden, weight)
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(wide, targets, ignore_index=ignore_index, reduction="sum")

@@ -1,0 +1,57 @@
+"""What a run will need, before it starts: weights, optimiser, activations, parcels, from integers alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from ringspan.described import described
+from ringspan.geometry import Documents
+from ringspan.layout import Layout
+from ringspan.planning import RingPlan, Sizes
+from ringspan.train.settings import TrainSettings
+
+_SLICE_ROWS = 4096  # rows whose logits exist at a time (`rs.nn.ring_cross_entropy`)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes of one rank at the peak of a step."""
+
+    weights: int = described(0, "this rank's share, and one layer whole while it is used")
+    gradients: int = described(0, "of this rank's share")
+    optimizer: int = described(0, "two moments of each weight")
+    activations: int = described(0, "kept from forward to backward, all layers")
+    layer: int = described(0, "inside the layer that is being differentiated")
+    parcels: int = described(0, "K and V rows in flight")
+    logits: int = described(0, "of one slice of rows")
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, entry.name) for entry in fields(self))
+
+
+def needs_of(settings: TrainSettings, world: int) -> Needs:
+    """What the rank with the most rows needs; workspaces of kernels (16 MiB) and Python itself come on top."""
+    model, ring_size = settings.model, settings.ring_size(world)
+    wide = 8 if settings.dtype == "float64" else 4
+    short = 2 if settings.dtype == "bfloat16" else wide
+    shards = world if settings.weights == "sharded" else 1
+    layout = Layout(settings.layout, settings.tokens, ring_size)
+    rank = max(range(ring_size), key=layout.rows_of)
+    rows = layout.rows_of(rank) * settings.batch
+    kv_width = model.head_dim * model.kv_heads
+    sizes = Sizes(settings.batch, model.heads, model.kv_heads, model.head_dim, short, wide)
+    plan = RingPlan(model.pattern_of(0), Documents((settings.tokens,)), layout, True, "relay", sizes)
+    attention = plan.memory(rank, backward=True)
+    kept = rows * (model.width * (wide + short) + model.heads * wide)  # a layer's input, attention's output and lse
+    inside = rows * (2 * model.width * wide + (model.width + 2 * kv_width) * 2 * short + 4 * model.mlp_width * short)
+    largest_layer = model.parameters // model.layers
+    return Needs(
+        weights=model.parameters * wide // shards + (largest_layer * wide if shards > 1 else 0),
+        gradients=model.parameters * wide // shards,
+        optimizer=2 * model.parameters * wide // shards,
+        activations=model.layers * (kept if settings.recompute else kept + inside),
+        layer=inside + attention.rows,
+        parcels=attention.parcels,
+        logits=2 * min(rows, _SLICE_ROWS) * model.vocab_size * wide,
+    )

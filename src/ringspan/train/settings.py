@@ -1,0 +1,132 @@
+"""Every setting of a training run: named presets, a file, and the command line all end here. Knows no torch.
+
+The help of a flag stands beside its default, in one place: `ringspan train --help` is made from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from ringspan.described import described
+from ringspan.models.config import LongNetConfig
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """A run, whole: the same settings on the same ring give the same run, bit for bit."""
+
+    model: LongNetConfig = field(default_factory=LongNetConfig)
+    data: tuple[str, ...] = ()  # files and folders; none means the sources of Python's standard library
+
+    tokens: int = described(16384, "Length of a sequence, over the whole ring, such as 256k.", "Data")
+    batch: int = described(1, "Sequences in a micro-step of one data rank.", "Data")
+    accumulate: int = described(1, "Micro-steps whose gradients are added up for one step.", "Data")
+    held_out: float = described(0.05, "The last share of the text, which is not trained on.", "Data")
+    seed: int = described(0, "Decides the first weights and the order of the text.", "Data")
+
+    steps: int = described(100, "How many steps.", "Optimiser")
+    learning_rate: float = described(1e-3, "AdamW's rate after the warm-up.", "Optimiser")
+    warmup: int = described(20, "Steps of linear warm-up; a cosine follows.", "Optimiser")
+    final_share: float = described(0.1, "What the cosine leaves of the rate at the end.", "Optimiser")
+    weight_decay: float = described(0.1, "AdamW's decay of matrices; norms have none.", "Optimiser")
+    beta1: float = described(0.9, "AdamW's memory of gradients.", "Optimiser")
+    beta2: float = described(0.95, "AdamW's memory of their squares.", "Optimiser")
+    clip: float = described(1.0, "Norm, over the whole mesh, that gradients are clipped to; 0 is never.", "Optimiser")
+
+    ring: int = described(0, "Ranks that share a sequence; 0 is all. The others are data parallel.", "Ranks")
+    layout: Literal["zigzag", "contiguous"] = described("zigzag", "Which rows each rank of a ring holds.", "Ranks")
+    weights: Literal["sharded", "replicated"] = described(
+        "sharded", "Over all ranks, or a copy on each; by FSDP2.", "Ranks"
+    )
+    dtype: Literal["float32", "bfloat16", "float64"] = described(
+        "float32", "bfloat16 is autocast: weights stay in float32.", "Ranks"
+    )
+    recompute: bool = described(
+        True, "Compute layers again in backward. Attention's outputs are kept: the ring is not walked again.", "Ranks"
+    )
+
+    out: str = described("ringspan-run", "Folder of settings, metrics, checkpoints and the trained model.", "Output")
+    save_every: int = described(50, "Steps between checkpoints.", "Output")
+    keep: int = described(3, "Checkpoints that are kept.", "Output")
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "batch", "accumulate", "steps", "save_every", "keep"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        for name in ("ring", "warmup", "seed", "clip", "weight_decay"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)}: must not be negative")
+        for name in ("held_out", "final_share", "beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 0 and below 1")
+        for entry in dataclasses.fields(self):
+            name, choices = entry.name, choices_of(type(self), entry.name)
+            if choices and getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(choices)}")
+        if not self.learning_rate > 0:
+            raise ValueError(f"learning_rate={self.learning_rate}: must be positive")
+        if not self.model.causal:
+            raise ValueError("model.causal=False: predicting the next byte needs a causal model")
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> TrainSettings:
+        """The settings that `to_json` wrote; a key that we do not know is an error."""
+        values: dict[str, Any] = json.loads(text)
+        known = {entry.name for entry in dataclasses.fields(TrainSettings)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ValueError(f"unknown settings {', '.join(unknown)}: known are {', '.join(sorted(known))}")
+        if "model" in values:
+            values["model"] = LongNetConfig.from_json(json.dumps(values["model"]))
+        if "data" in values:
+            values["data"] = tuple(values["data"])
+        return TrainSettings(**values)
+
+    @staticmethod
+    def read(path: Path) -> TrainSettings:
+        """The settings in a file."""
+        try:
+            return TrainSettings.from_json(path.read_text())
+        except (OSError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    def changed(self, changes: dict[str, Any]) -> TrainSettings:
+        """These settings with others in their place; those of the model by their own names."""
+        of_model = {entry.name for entry in dataclasses.fields(LongNetConfig)}
+        model = {name: value for name, value in changes.items() if name in of_model}
+        rest = {name: value for name, value in changes.items() if name not in of_model}
+        return dataclasses.replace(self, **{"model": dataclasses.replace(self.model, **model), **rest})
+
+    def ring_size(self, world: int) -> int:
+        """Ranks that share a sequence, of ``world`` ranks in all."""
+        size = self.ring or world
+        if world % size:
+            raise ValueError(f"ring={size}: must divide the number of ranks, {world}")
+        return size
+
+    def rate_at(self, step: int) -> float:
+        """The learning rate of a step, counted from 0.
+
+        >>> settings = TrainSettings(steps=100, warmup=10, learning_rate=1.0, final_share=0.0)
+        >>> settings.rate_at(4), round(settings.rate_at(55), 3), round(settings.rate_at(99), 3)
+        (0.5, 0.5, 0.0)
+        """
+        if step < self.warmup:
+            return self.learning_rate * (step + 1) / self.warmup
+        done = (step - self.warmup) / max(1, self.steps - self.warmup)
+        cosine = (1 + math.cos(math.pi * min(1.0, done))) / 2
+        return self.learning_rate * (self.final_share + (1 - self.final_share) * cosine)
+
+
+def choices_of(settings: type, name: str) -> tuple[str, ...]:
+    """What a setting may be, where only a few words will do; nothing where it is free."""
+    kind = get_type_hints(settings)[name]
+    return get_args(kind) if get_origin(kind) is Literal else ()

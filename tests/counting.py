@@ -1,0 +1,19 @@
+"""How often an operator runs."""
+
+from collections import Counter
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class CountingMode(TorchDispatchMode):
+    """Counts calls of ringspan's operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "ringspan":
+            self.calls[func.name()] += 1
+        return func(*args, **(kwargs or {}))

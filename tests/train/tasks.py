@@ -1,0 +1,78 @@
+"""What real ranks do in the tests of training: all of it in one launch for each number of ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import ringspan as rs
+from ringspan.models import LongNet, LongNetConfig
+from ringspan.nn.cross_entropy import Gradients
+from ringspan.train.loop import Trainer
+from ringspan.train.settings import TrainSettings
+
+CONFIG = LongNetConfig.named("nano", segment_lengths=(16, 128), dilation_rates=(1, 4))
+STOP = 3  # steps before a run is cut
+
+Curve = tuple[list[float], dict[str, bytes]]  # losses, and the weights at the end
+
+
+def settings_for(folder: Path, **changes: Any) -> TrainSettings:
+    base = TrainSettings(model=CONFIG, data=(str(Path(torch.__file__).parent / "nn"),), tokens=256, steps=6, warmup=2)
+    return dataclasses.replace(base, **{"out": str(folder), "save_every": 100, "dtype": "float64", **changes})
+
+
+def everything(folder: Path) -> dict[str, Any]:
+    """All that is asked of a rank; runs of two ranks are cut, for others to go on with."""
+    world = dist.get_world_size()
+    found: dict[str, Any] = {
+        "summed": loss_and_gradients("summed"),
+        "averaged": loss_and_gradients("averaged"),
+        "curve": train(settings_for(folder / f"curve{world}", weights="replicated" if world == 3 else "sharded")),
+    }
+    if world == 1:
+        found["batch"] = train(settings_for(folder / "batch", batch=2))
+        found["accumulated"] = train(settings_for(folder / "accumulated", accumulate=2))
+        found["moved"] = train(settings_for(folder / "for-one-rank"), resume=True)
+    if world == 2:
+        train(settings_for(folder / "for-one-rank"), stop_at=STOP)
+        found["cut"] = train(settings_for(folder / "cut"), stop_at=STOP)
+        found["resumed"] = train(settings_for(folder / "cut"), resume=True)
+    if world == 4:
+        found["mesh"] = train(settings_for(folder / "mesh", ring=2))
+    return found
+
+
+def loss_and_gradients(gradients: Gradients, tokens: int = 203) -> tuple[float, dict[str, list[float]]]:
+    """The loss summed over ranks, and the gradients as somebody reduces them: summed, or averaged."""
+    torch.manual_seed(0)
+    model = LongNet(CONFIG).double()
+    ring = rs.Ring(min_size=1)
+    text = torch.randint(256, (1, tokens + 1), generator=torch.Generator().manual_seed(1))
+    targets = text[:, 1:].clone()
+    targets[:, : tokens // 3] = -100  # a mask that some ranks have more of than others
+    mine, wanted = (ring.split_sequence(x) for x in (text[:, :-1], targets))
+    loss = model.loss(mine, wanted, ring=ring, seq_len=tokens, gradients=gradients)
+    loss.backward()
+    total = loss.detach().clone()
+    found = {}
+    for value in (total, *(weight.grad for weight in model.parameters())):
+        dist.all_reduce(value)
+        value.div_(ring.size if gradients == "averaged" else 1)
+    for name, weight in model.named_parameters():
+        assert weight.grad is not None
+        found[name] = weight.grad.flatten().tolist()
+    return total.item(), found
+
+
+def train(settings: TrainSettings, *, resume: bool = False, stop_at: int | None = None) -> Curve:
+    trainer = Trainer.resumed(settings) if resume else Trainer(settings)
+    assert resume == bool(trainer.next_step)
+    losses: list[float] = []
+    trainer.run(lambda step: losses.append(step.loss), until=stop_at)
+    weights = {name: weight.full_tensor().numpy().tobytes() for name, weight in trainer.model.state_dict().items()}
+    return losses, weights
