@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,8 @@ from benchmarks.one_device_report import write_report
 from ringspan.evidence.machine import Stopwatch, describe_machine, one_line
 
 ROOT = Path(__file__).parent.parent
-PARTS = ("kernel-share", "peers", "memory")
+PARTS = ("kernel-share", "growth", "peers", "memory")
+GROWTH_TRIALS = 9  # single rounds scatter by a tenth: medians of a few are not enough for a bar of 2.1
 DISTURBED_CORES = 0.10  # a trial during which others kept more than this busy is repeated
 MOST_REPEATS = 3
 SHORT_TURNS = 3  # turns of the shortest length in a round: short calls scatter more
@@ -73,37 +74,49 @@ class Ringspan:
 
 
 def kernel_share(lengths: list[int], trials: int, progress: Progress) -> list[dict[str, Any]]:
-    """Times of both at the first and the last length, and of ours at those between, for the growth.
-
-    All of them take turns in every round, so that a machine that drifts, drifts for all.
-    """
+    """Times of ours and of the bare kernel, which take turns, so that a machine that drifts, drifts for both."""
     rows = []
     task = progress.add_task("share of the bare kernel", total=2 * 2 * trials)
     for causal in (False, True):
-        calls: dict[tuple[int, str], Ringspan | BareKernel] = {}
-        for n in lengths:
-            calls[n, "ours"] = Ringspan(n, peers.pattern_up_to(), causal)
-            if n in (lengths[0], lengths[-1]):
-                calls[n, "bare"] = BareKernel(n, peers.pattern_up_to(), causal)
+        sides = {n: [side(n, peers.pattern_up_to(), causal) for side in (Ringspan, BareKernel)] for n in lengths}
         for mode in ("forward", "both"):
             times: dict[int, dict[str, list[float]]] = {
                 n: {"ours": [], "bare": [], "foreign_cores": []} for n in lengths
             }
-            for trial in range(trials + 1):
+            warm_up(getattr(side, mode) for side in sides[lengths[0]])
+            for trial in range(trials):
                 for n in lengths:
-                    sides = {name: getattr(side, mode) for (length, name), side in calls.items() if length == n}
-                    if trial == 0 and n != lengths[0]:
-                        continue  # one length is enough to warm up
                     for turn in range(SHORT_TURNS if n == lengths[0] else 1):
                         # Who comes first finds the caches of others: they take that in turn, too.
-                        order = sorted(sides, reverse=bool((trial + turn) % 2))
-                        for name, value in one_turn({name: sides[name] for name in order}).items():
-                            if trial:
-                                times[n][name].append(value)
-                if trial:
-                    progress.advance(task)
+                        order = sides[n][:: -1 if (trial + turn) % 2 else 1]
+                        for name, value in one_turn({side.name: getattr(side, mode) for side in order}).items():
+                            times[n][name].append(value)
+                progress.advance(task)
             rows += [dict(n=n, causal=causal, mode=mode, **found) for n, found in times.items()]
     return rows
+
+
+def growth(lengths: list[int], trials: int, progress: Progress) -> list[dict[str, Any]]:
+    """Times of ours at lengths that double, one after the other in every round, up and down in turn."""
+    rows = []
+    task = progress.add_task("growth with length", total=2 * 2 * trials)
+    for causal in (False, True):
+        sides = {n: Ringspan(n, peers.pattern_up_to(), causal) for n in lengths}
+        for mode in ("forward", "both"):
+            times: dict[str, list[float]] = {name: [] for name in (*map(str, lengths), "foreign_cores")}
+            warm_up([getattr(sides[lengths[0]], mode)])
+            for trial in range(trials):
+                order = lengths[:: -1 if trial % 2 else 1]
+                for name, value in one_turn({str(n): getattr(sides[n], mode) for n in order}).items():
+                    times[name].append(value)
+                progress.advance(task)
+            rows.append(dict(causal=causal, mode=mode, seconds=times))
+    return rows
+
+
+def warm_up(calls: Iterable[Callable[[], Any]]) -> None:
+    for call in calls:
+        call()
 
 
 def one_turn(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
@@ -163,7 +176,9 @@ def main() -> None:
     console = Console()
     with Progress(console=console) as progress:
         if arguments.only in (None, "kernel-share"):
-            results["kernel_share"] = kernel_share(lengths, trials, progress)
+            results["kernel_share"] = kernel_share([lengths[0], lengths[-1]], trials, progress)
+        if arguments.only in (None, "growth"):
+            results["growth"] = growth(lengths, min(trials, 2) if arguments.quick else GROWTH_TRIALS, progress)
         if arguments.only in (None, "peers"):
             results["peers"] = against_peers(peer_lengths, 3, progress)
         if arguments.only in (None, "memory"):

@@ -13,7 +13,7 @@ settings.load_profile("ringspan")
 
 
 # These start processes, and some watch the loopback interface: with pytest-xdist one worker runs them all, one by one.
-START_PROCESSES = ("bench", "train", "cli/test_verify.py", "ring/test_faults.py", "ring/test_processes.py", "verify")
+START_PROCESSES = ("bench", "train", "cli/test_train.py", "cli/test_verify.py", "ring/test_faults.py", "ring/test_processes.py", "verify")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks

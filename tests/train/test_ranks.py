@@ -10,6 +10,8 @@ import pytest
 from ringspan.processes import run_local_ranks
 from tests.train import tasks
 
+pytestmark = pytest.mark.timeout(300)  # the first test of this file waits for all launches
+
 Found = dict[int, list[dict[str, Any]]]
 
 
@@ -54,3 +56,13 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(found: Found) -> 
 
 def test_a_run_goes_on_with_another_ring(found: Found) -> None:
     assert found[1][0]["moved"][0] == pytest.approx(found[2][0]["curve"][0][tasks.STOP :], abs=1e-9)
+
+
+def test_autocast_learns_what_wide_numbers_learn(found: Found) -> None:
+    assert found[2][0]["bfloat16"][0] == pytest.approx(found[2][0]["curve"][0], abs=0.03)
+
+
+def test_memory_is_foretold(found: Found) -> None:
+    for rank in found[2]:
+        grown, foretold = rank["memory"]
+        assert 0.7 * foretold < grown < 1.3 * foretold + 64 * 2**20

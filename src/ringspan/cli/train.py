@@ -18,7 +18,8 @@ from ringspan.train.settings import TrainSettings
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ringspan.train.loop import Step, Trainer
+    from ringspan.train.figures import Step
+    from ringspan.train.loop import Trainer
     from ringspan.train.metrics import Metrics
 
 
@@ -59,10 +60,8 @@ def train(
         trainer = _start(settings, resume == "auto")
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    try:
+    with trainer:
         _train(trainer, as_json)
-    finally:
-        trainer.close()
 
 
 def _settings(preset: str, config: Path | None, model: str, given: dict[str, Any]) -> TrainSettings:
@@ -147,14 +146,9 @@ def _run(trainer: Trainer, metrics: Metrics, console: Console) -> Step | None:
         def report(step: Step) -> None:
             last[:] = [step]
             metrics.write(step)
-            hidden = "" if step.hidden_share is None else f", {step.hidden_share:.0%} hidden"
-            figures = (
-                f"{step.bits_per_byte:.3f} bits/byte, {step.tokens_per_second:,.0f} tokens/s, "
-                f"{step.peak_bytes / 2**20:,.0f} MiB a rank{hidden}"
-            )
-            progress.update(task, completed=step.number + 1, figures=figures)
+            progress.update(task, completed=step.number + 1, figures=str(step))
             if not console.is_terminal:
-                console.print(f"step {step.number + 1}: {figures}", highlight=False, soft_wrap=True)
+                console.print(f"step {step.number + 1}: {step}", highlight=False, soft_wrap=True)
 
         trainer.run(report)
     return last[0] if last else None

@@ -163,7 +163,7 @@ class LongNet(nn.Module):
         gradients: Gradients = "summed",
     ) -> Tensor:
         """This rank's share of the mean cross-entropy (nats) over the targets; see `rs.nn.ring_cross_entropy`."""
-        hidden = self._hidden(tokens, ring, seq_len)
+        hidden = self._hidden(tokens, ring, seq_len)  # not self(..): FSDP gathers weights once a call
         weight = self.head.weight
         return rs.nn.ring_cross_entropy(hidden, weight, targets, ring=ring, group=group, gradients=gradients)
 

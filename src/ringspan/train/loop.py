@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import cast
 
 import torch
@@ -15,78 +15,13 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ringspan.evidence.overlap import travel_seconds
 from ringspan.models import LongNet
 from ringspan.models.saving import save_weights
-from ringspan.prices import plan
 from ringspan.train.checkpoints import SETTINGS, Checkpoints
 from ringspan.train.corpus import Corpus
+from ringspan.train.figures import Step, hidden_share, travel_of_a_step
 from ringspan.train.mesh import Crew, assemble, spread
 from ringspan.train.settings import TrainSettings
-
-BITS = 1 / 0.6931471805599453  # of a nat
-
-
-@dataclass(frozen=True)
-class Step:
-    """What one step did: the mean loss over all ranks, and what the rank that spent most has spent."""
-
-    number: int
-    loss: float  # nats per byte
-    gradient_norm: float
-    rate: float
-    seconds: float
-    tokens: int
-    peak_bytes: int  # since the run began
-    waiting_seconds: float
-    hidden_share: float | None  # of the time that its parcels take; None where nothing travels
-
-    @property
-    def bits_per_byte(self) -> float:
-        return self.loss * BITS
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds
-
-
-@dataclass(frozen=True)
-class TravelTime:
-    """Seconds that all parcels of a micro-step take, forward and backward, with nothing else to do."""
-
-    seconds: float
-
-    @staticmethod
-    def measure(crew: Crew, settings: TrainSettings) -> TravelTime:
-        """Measured for a forward walk of each layer's pattern; backward moves more bytes, in proportion."""
-        model, rows = settings.model, crew.ring.layout_of(settings.tokens).rows_of(crew.ring.rank)
-        dtype = torch.bfloat16 if settings.dtype == "bfloat16" else getattr(torch, settings.dtype)
-        shape = (settings.batch, rows, model.kv_heads, model.head_dim)
-        k, v = (torch.zeros(shape, dtype=dtype, device=crew.device.device) for _ in range(2))
-        total, known = 0.0, {}
-        for layer in range(model.layers):
-            pattern = model.pattern_of(layer)
-            if pattern not in known:
-                priced = plan(
-                    pattern,
-                    settings.tokens,
-                    ring_size=crew.ring.size,
-                    layout=crew.ring.layout,
-                    causal=True,
-                    batch=settings.batch,
-                    heads=model.heads,
-                    kv_heads=model.kv_heads,
-                    dim=model.head_dim,
-                    dtype=dtype,
-                )
-                sent = [sum(priced.bytes_sent(r, backward=b) for r in range(crew.ring.size)) for b in (False, True)]
-                seconds = travel_seconds(crew.ring, pattern, settings.tokens, k, v, causal=True)
-                known[pattern] = seconds * (1 + sent[1] / sent[0]) if sent[0] else 0.0
-            total += known[pattern]
-        return TravelTime(total)
-
-    def hidden_share(self, waited: float) -> float | None:
-        return max(0.0, 1 - waited / self.seconds) if self.seconds else None
 
 
 class Trainer:
@@ -113,7 +48,7 @@ class Trainer:
             betas=(settings.beta1, settings.beta2),
         )
         self.next_step = 0
-        self.travel = TravelTime.measure(self.crew, settings)
+        self.travel = travel_of_a_step(self.crew, settings)
 
     @staticmethod
     def resumed(settings: TrainSettings) -> Trainer:
@@ -142,9 +77,13 @@ class Trainer:
             save_weights(folder, self.settings.model.to_json(), weights)  # type: ignore[arg-type]
         dist.barrier()
 
-    def close(self) -> None:
-        """Leave the group; all ranks together."""
-        dist.barrier()
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Leave the group; all ranks together, unless something went wrong: then nobody is waited for."""
+        if kind is None:
+            dist.barrier()
         dist.destroy_process_group()
 
     def _step(self, number: int) -> Step:
@@ -154,6 +93,31 @@ class Trainer:
             group["lr"] = rate
         crew.ring.reset_counters()
         start = time.perf_counter()
+        loss = self._micro_steps(number)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip or float("inf"))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        dist.all_reduce(loss)
+        most = torch.tensor([crew.device.peak_bytes(), crew.ring.counters.waiting_seconds], dtype=torch.float64)
+        most = most.to(crew.device.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        seconds = time.perf_counter() - start
+        self.next_step = number + 1
+        return Step(
+            number,
+            loss=loss.item() / crew.world,  # each rank's share was multiplied by the number of ranks
+            gradient_norm=(norm.full_tensor() if isinstance(norm, DTensor) else norm).item(),
+            rate=rate,
+            seconds=seconds,
+            tokens=settings.tokens * settings.batch * settings.accumulate * crew.data_size,
+            peak_bytes=int(most[0]),
+            waiting_seconds=most[1].item(),
+            hidden_share=hidden_share(self.travel, most[1].item(), seconds),
+        )
+
+    def _micro_steps(self, number: int) -> Tensor:
+        """Forward and backward of all micro-steps; this rank's share of the loss. FSDP reduces after the last one."""
+        settings, crew = self.settings, self.crew
         fsdp = cast(FSDPModule, self.model)
         total = torch.zeros((), dtype=torch.float64, device=crew.device.device)
         for micro in range(settings.accumulate):
@@ -170,30 +134,7 @@ class Trainer:
                 )
             (loss / settings.accumulate).backward()
             total += loss.detach().double() / settings.accumulate
-        clip = settings.clip or float("inf")
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        dist.all_reduce(total)  # each rank's share was multiplied by the number of ranks
-        waited = crew.ring.counters.waiting_seconds
-        hidden = self.travel.hidden_share(waited / settings.accumulate)
-        worst = torch.tensor(
-            [crew.device.peak_bytes(), waited, 0.0 if hidden is None else -hidden], dtype=torch.float64
-        )
-        worst = worst.to(crew.device.device)
-        dist.all_reduce(worst, dist.ReduceOp.MAX)
-        self.next_step = number + 1
-        return Step(
-            number,
-            loss=total.item() / crew.world,
-            gradient_norm=(norm.full_tensor() if isinstance(norm, DTensor) else norm).item(),
-            rate=rate,
-            seconds=time.perf_counter() - start,
-            tokens=settings.tokens * settings.batch * settings.accumulate * crew.data_size,
-            peak_bytes=int(worst[0]),
-            waiting_seconds=worst[1].item(),
-            hidden_share=None if hidden is None else -worst[2].item(),
-        )
+        return total
 
     def _rows(self, step: int, micro: int) -> tuple[Tensor, Tensor]:
         """This rank's rows of this micro-step's sequences, and the byte that follows each."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from ringspan.train.loop import Step
+from ringspan.train.figures import Step
 
 
 class Metrics:

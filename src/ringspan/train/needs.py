@@ -43,15 +43,18 @@ def needs_of(settings: TrainSettings, world: int) -> Needs:
     sizes = Sizes(settings.batch, model.heads, model.kv_heads, model.head_dim, short, wide)
     plan = RingPlan(model.pattern_of(0), Documents((settings.tokens,)), layout, True, "relay", sizes)
     attention = plan.memory(rank, backward=True)
-    kept = rows * (model.width * (wide + short) + model.heads * wide)  # a layer's input, attention's output and lse
-    inside = rows * (2 * model.width * wide + (model.width + 2 * kv_width) * 2 * short + 4 * model.mlp_width * short)
-    largest_layer = model.parameters // model.layers
+    # A layer that is computed again keeps its input, attention's output and lse; otherwise all that is inside, too.
+    kept = rows * (model.width * (wide + short) + model.heads * wide)
+    inside = rows * (3 * model.width * wide + (model.width + 2 * kv_width) * short + 4 * model.mlp_width * short)
+    mlp_gradients = rows * 3 * model.mlp_width * short  # of the gate, of what it gates, and of their product
+    layer = (inside if settings.recompute else 0) + max(mlp_gradients, attention.rows)
+    one_layer_whole = model.parameters // model.layers * wide if shards > 1 else 0
     return Needs(
-        weights=model.parameters * wide // shards + (largest_layer * wide if shards > 1 else 0),
+        weights=model.parameters * wide // shards + one_layer_whole,
         gradients=model.parameters * wide // shards,
         optimizer=2 * model.parameters * wide // shards,
         activations=model.layers * (kept if settings.recompute else kept + inside),
-        layer=inside + attention.rows,
+        layer=layer,
         parcels=attention.parcels,
         logits=2 * min(rows, _SLICE_ROWS) * model.vocab_size * wide,
     )

@@ -1,0 +1,86 @@
+"""The text: every byte of every file once, in order, and none of it on both sides of the split."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ringspan.models import LongNet, LongNetConfig
+from ringspan.train.corpus import Corpus
+from ringspan.train.evaluate import bigram_bits_per_byte, score_contexts
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "deeper").mkdir()
+    for name, text in {"a": b"0123", "b": b"", "deeper/c": b"456", "d": b"789"}.items():
+        (tmp_path / name).write_bytes(text)
+    return tmp_path
+
+
+def text_of(corpus: Corpus, start: int, stop: int) -> bytes:
+    return bytes(corpus.read(start, stop).tolist())
+
+
+def test_files_are_one_line_of_bytes(folder: Path) -> None:
+    corpus = Corpus.of([folder])
+    assert len(corpus) == 10
+    whole = text_of(corpus, 0, 10)
+    assert sorted(whole) == sorted(b"0123456789")
+    for start in range(11):
+        for stop in range(start, 11):
+            assert text_of(corpus, start, stop) == whole[start:stop]
+
+
+def test_the_halves_of_a_split_do_not_overlap(folder: Path) -> None:
+    corpus = Corpus.of([folder / "a", folder / "d"])
+    train, held_out = corpus.split(0.3)
+    assert text_of(train, 0, len(train)) + text_of(held_out, 0, len(held_out)) == b"0123789"
+    with pytest.raises(ValueError, match=r"bytes 0 \.\. 5: the text has 4"):
+        train.read(0, 5)
+
+
+def test_where_a_sequence_begins_depends_on_the_seed_and_its_number_alone(folder: Path) -> None:
+    corpus = Corpus.of([folder])
+    starts = [corpus.start_of(0, number, 4) for number in range(50)]
+    assert starts == [corpus.start_of(0, number, 4) for number in range(50)]
+    assert set(starts) == set(range(6))
+    with pytest.raises(ValueError, match="tokens=10: the text has 10 bytes"):
+        corpus.start_of(0, 0, 10)
+
+
+def test_what_is_not_there_is_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match="no such file or folder"):
+        Corpus.of([folder / "z"])
+    with pytest.raises(ValueError, match="no data"):
+        Corpus.of([folder / "b"])
+
+
+def test_pythons_own_sources_are_the_default() -> None:
+    assert len(Corpus.of([])) > 2**20
+
+
+def test_a_bigram_of_a_text_that_alternates_knows_it(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(b"ab" * 5000)
+    corpus = Corpus.of([tmp_path / "text"])
+    assert bigram_bits_per_byte(corpus, corpus) == pytest.approx(0.0, abs=0.1)
+    (tmp_path / "noise").write_bytes(bytes(torch.randint(256, (2**16,), dtype=torch.uint8).tolist()))
+    noise = Corpus.of([tmp_path / "noise"])
+    assert bigram_bits_per_byte(corpus, noise) == pytest.approx(8.0, abs=0.2)
+
+
+def test_contexts_are_scored_on_the_same_bytes(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(bytes(range(256)) * 20)
+    corpus = Corpus.of([tmp_path / "text"])
+    model = LongNet(LongNetConfig.named("nano", segment_lengths=(16, 256), dilation_rates=(1, 4)))
+    short, long = score_contexts(model, corpus, [512, 128], windows=3, scored=64)
+    assert (short.context, long.context, len(short.windows)) == (128, 512, 3)
+    assert short.bits_per_byte == pytest.approx(8, abs=0.5)  # it has learned nothing
+    assert short.gain_over(short) == (0.0, 0.0)
+    gain, error = long.gain_over(short)
+    assert gain == pytest.approx(short.bits_per_byte - long.bits_per_byte)
+    assert error > 0
+    with pytest.raises(ValueError, match="each must be at least 512"):
+        next(score_contexts(model, corpus, [64]))

@@ -1,0 +1,75 @@
+"""Settings: one place for presets, files and flags; what they foretell of memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from ringspan.models import LongNet, LongNetConfig
+from ringspan.train.needs import needs_of
+from ringspan.train.presets import PRESETS
+from ringspan.train.settings import TrainSettings, choices_of
+
+SMALL = TrainSettings(model=LongNetConfig.named("nano"), tokens=8192)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_come_back_from_their_file(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "settings.json"
+    path.write_text(PRESETS[name].to_json())
+    assert TrainSettings.read(path) == PRESETS[name]
+
+
+def test_changes_go_to_the_model_or_to_the_run() -> None:
+    changed = SMALL.changed({"layers": 7, "steps": 5})
+    assert (changed.model.layers, changed.steps) == (7, 5)
+    assert changed.model.width == SMALL.model.width
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (dict(tokens=0), "tokens=0: must be at least 1"),
+        (dict(ring=-1), "ring=-1: must not be negative"),
+        (dict(held_out=1.0), "held_out=1.0: must be at least 0 and below 1"),
+        (dict(dtype="float8"), "dtype='float8': must be one of float32, bfloat16, float64"),
+        (dict(learning_rate=0.0), "learning_rate=0.0: must be positive"),
+        (dict(model=LongNetConfig.named("nano", causal=False)), "needs a causal model"),
+    ],
+)
+def test_bad_settings_are_refused(changes: dict[str, object], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        dataclasses.replace(SMALL, **changes)  # type: ignore[arg-type]
+
+
+def test_a_file_with_unknown_settings_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "settings.json"
+    path.write_text('{"speed": 1}')
+    with pytest.raises(ValueError, match=r"settings\.json: unknown settings speed: known are accumulate"):
+        TrainSettings.read(path)
+    with pytest.raises(ValueError, match="No such file"):
+        TrainSettings.read(tmp_path / "nothing.json")
+
+
+def test_choices_come_from_the_types() -> None:
+    assert choices_of(TrainSettings, "layout") == ("zigzag", "contiguous")
+    assert choices_of(TrainSettings, "tokens") == ()
+
+
+def test_a_ring_must_divide_the_ranks() -> None:
+    assert SMALL.ring_size(4) == 4
+    with pytest.raises(ValueError, match="ring=3: must divide the number of ranks, 4"):
+        dataclasses.replace(SMALL, ring=3).ring_size(4)
+
+
+def test_needs_fall_with_the_ranks() -> None:
+    needs = {world: needs_of(SMALL, world) for world in (1, 2, 4)}
+    weights = 4 * sum(weight.numel() for weight in LongNet(SMALL.model).parameters())
+    assert needs[1].weights == needs[1].gradients == needs[1].optimizer // 2 == weights
+    assert needs[4].gradients == weights // 4
+    assert needs[1].parcels == 0 < needs[2].parcels
+    assert needs[1].activations == 2 * needs[2].activations == 4 * needs[4].activations
+    assert needs_of(dataclasses.replace(SMALL, weights="replicated"), 4).gradients == weights
+    assert needs_of(dataclasses.replace(SMALL, recompute=False), 1).activations > needs[1].activations
