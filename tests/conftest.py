@@ -13,7 +13,16 @@ settings.load_profile("ringspan")
 
 
 # These start processes, and some watch the loopback interface: with pytest-xdist one worker runs them all, one by one.
-START_PROCESSES = ("bench", "train", "cli/test_train.py", "cli/test_verify.py", "ring/test_faults.py", "ring/test_processes.py", "verify")
+START_PROCESSES = (
+    "bench",
+    "cli/test_train.py",
+    "cli/test_verify.py",
+    "ring/test_faults.py",
+    "ring/test_processes.py",
+    "train/test_checkpoints.py",
+    "train/test_ranks.py",
+    "verify",
+)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks

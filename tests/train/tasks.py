@@ -18,13 +18,13 @@ from ringspan.train.needs import needs_of
 from ringspan.train.settings import TrainSettings
 
 CONFIG = LongNetConfig.named("nano", segment_lengths=(16, 128), dilation_rates=(1, 4))
-STOP = 3  # steps before a run is cut
+STOP = 2  # steps before a run is cut
 
 Curve = tuple[list[float], dict[str, bytes]]  # losses, and the weights at the end
 
 
 def settings_for(folder: Path, **changes: Any) -> TrainSettings:
-    base = TrainSettings(model=CONFIG, data=(str(Path(torch.__file__).parent / "nn"),), tokens=256, steps=6, warmup=2)
+    base = TrainSettings(model=CONFIG, data=(str(Path(torch.__file__).parent / "nn"),), tokens=256, steps=4, warmup=2)
     return dataclasses.replace(base, **{"out": str(folder), "save_every": 100, "dtype": "float64", **changes})
 
 
