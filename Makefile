@@ -25,9 +25,10 @@ lint: $(READY)  ## lint and types only
 figures: $(READY)  ## draw the pictures of the docs again
 	@$(BIN)/python docs/draw_figures.py
 
-bench: $(PEERS)  ## measure speed and memory (about an hour; Linux, a C++ compiler, a quiet machine)
+bench: $(PEERS)  ## measure speed and memory (about two hours; Linux, a C++ compiler, a quiet machine)
 	@$(BIN)/python -m benchmarks.one_device
 	@$(BIN)/python -m benchmarks.ring
+	@$(BIN)/python -m benchmarks.training
 
 clean:  ## remove .venv and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -43,8 +43,8 @@ def train(ranks: int, out: Path, *flags: str) -> Rows:
     return read_metrics(out)
 
 
-def run(arguments: list[str]) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+def run(arguments: list[str], threads: int = 1) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     done = subprocess.run(
         [sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False, cwd=ROOT
     )
@@ -69,8 +69,11 @@ def learning(folder: Path, quick: bool) -> dict[str, Any]:
     short, long = (["--steps", "3"], ["--steps", "4", "--tokens", "8k"]) if quick else ([], LENGTHEN)
     train(2, folder / "run", "--preset", "laptop", *short)
     steps = train(2, folder / "run", "--config", str(folder / "run/settings.json"), "--resume", "auto", *long)
-    contexts = ["--contexts", "1k,4k", "--windows", "2"] if quick else ["--contexts", "1k,4k,16k,64k"]
-    return {"steps": steps, **json.loads(run(["-m", "ringspan", "evaluate", str(folder / "run"), *contexts, "--json"]))}
+    contexts = (
+        ["--contexts", "1k,4k", "--windows", "2"] if quick else ["--contexts", "1k,4k,16k,64k", "--windows", "48"]
+    )
+    command = ["-m", "ringspan", "evaluate", str(folder / "run"), *contexts, "--json"]
+    return {"steps": steps, **json.loads(run(command, threads=os.cpu_count() or 1))}
 
 
 def curves(folder: Path, quick: bool) -> Rows:
