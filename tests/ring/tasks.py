@@ -87,7 +87,7 @@ def random_cases_equal_the_oracle() -> None:
         for layout in ("contiguous", "zigzag")
         for passing in ("relay", "direct")
     ]  # type: ignore[arg-type]
-    for case in range(40):
+    for case in range(32):  # a multiple of four rings
         branches = random.randint(1, 3)
         pattern: rs.Pattern = rs.Full()
         if random.random() < 0.85:
