@@ -14,7 +14,7 @@ settings.load_profile("ringspan")
 
 # These start processes, and some watch the loopback interface: with pytest-xdist one worker runs them all, one by one.
 START_PROCESSES = (
-    "bench",
+    "bench/test_trials.py",
     "cli/test_train.py",
     "cli/test_verify.py",
     "ring/test_faults.py",

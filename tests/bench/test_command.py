@@ -50,6 +50,7 @@ def test_nothing_fits_is_a_report_and_not_a_success(tmp_path: Path) -> None:
     assert (trial["outcome"], trial["reason"]) == ("refused", "planned to need 64 MiB; 1 MiB are allowed")
 
 
+@pytest.mark.xdist_group("processes")
 def test_interrupted_it_leaves_nothing_running(tmp_path: Path) -> None:
     slow = ["--pattern", "full", "--ranks", "2", "--tokens", "256k", "--memory", "8GiB", "--out", str(tmp_path)]
     process = subprocess.Popen(
