@@ -59,5 +59,7 @@ def test_bad_arguments_are_refused() -> None:
     hidden, weight, targets = case()
     with pytest.raises(ValueError, match=r"targets \(2, 32\): must be \(2, 33\)"):
         rs.nn.ring_cross_entropy(hidden, weight, targets[:, 1:])
+    with pytest.raises(ValueError, match="slice_rows=0: must be at least 1"):
+        rs.nn.ring_cross_entropy(hidden, weight, targets, slice_rows=0)
     with pytest.raises(ValueError, match="gradients='mean'"):
         rs.nn.ring_cross_entropy(hidden, weight, targets, gradients="mean")  # type: ignore[arg-type]

@@ -35,6 +35,7 @@ def test_changes_go_to_the_model_or_to_the_run() -> None:
         (dict(ring=-1), "ring=-1: must not be negative"),
         (dict(held_out=1.0), "held_out=1.0: must be at least 0 and below 1"),
         (dict(dtype="float8"), "dtype='float8': must be one of float32, bfloat16, float64"),
+        (dict(model=LongNetConfig.named("nano", vocab_size=100)), "vocab_size=100: must be at least 256"),
         (dict(learning_rate=0.0), "learning_rate=0.0: must be positive"),
         (dict(model=LongNetConfig.named("nano", causal=False)), "needs a causal model"),
     ],
@@ -48,6 +49,9 @@ def test_a_file_with_unknown_settings_is_refused_by_name(tmp_path: Path) -> None
     path = tmp_path / "settings.json"
     path.write_text('{"speed": 1}')
     with pytest.raises(ValueError, match=r"settings\.json: unknown settings speed: known are accumulate"):
+        TrainSettings.read(path)
+    path.write_text("[1]")
+    with pytest.raises(ValueError, match="a list: must be an object of settings"):
         TrainSettings.read(path)
     with pytest.raises(ValueError, match="No such file"):
         TrainSettings.read(tmp_path / "nothing.json")

@@ -34,7 +34,7 @@ def train(
         Literal["auto", "never"], typer.Option(help="auto: from the last checkpoint in --out.")
     ] = "never",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what the run will need, and stop.")] = False,
-    ranks: Annotated[int, typer.Option(help="For --dry-run: how many ranks; 0 is those that torchrun started.")] = 0,
+    ranks: Annotated[int, typer.Option(help="For --dry-run: how many; 0 is those that torchrun started.", min=0)] = 0,
     as_json: AsJson = False,
     **given: Any,
 ) -> None:

@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from ringspan.described import described
+from ringspan.described import described, known_values
 from ringspan.geometry import Dilated, Full, HeadOffsets, Pattern
 
 
@@ -50,6 +50,8 @@ class LongNetConfig:
             raise ValueError(f"kv_heads={self.kv_heads}: must divide heads={self.heads}")
         if self.head_dim % 2:
             raise ValueError(f"width / heads = {self.head_dim}: must be even, for rotary positions")
+        if not self.rotary_base > 0:
+            raise ValueError(f"rotary_base={self.rotary_base}: must be positive")
         self.pattern_of(0)
 
     @property
@@ -85,12 +87,7 @@ class LongNetConfig:
     @staticmethod
     def from_json(text: str) -> LongNetConfig:
         """The configuration that `to_json` wrote; a key that we do not know is an error, not a silence."""
-        known = {field.name for field in dataclasses.fields(LongNetConfig)}
-        values = json.loads(text)
-        unknown = sorted(set(values) - known)
-        if unknown:
-            raise ValueError(f"unknown settings {', '.join(unknown)}: known are {', '.join(sorted(known))}")
-        return LongNetConfig(**values)
+        return LongNetConfig(**known_values(LongNetConfig, text))
 
 
 NAMED = {

@@ -181,6 +181,10 @@ class LongNet(nn.Module):
                     "seq_len is needed over a ring: the length of the whole sequence, not of this rank's rows"
                 )
             positions = ring.positions(seq_len, x.device)
+            if len(positions) != rows:
+                raise ValueError(
+                    f"{rows} rows, but this rank holds {len(positions)} of seq_len={seq_len}: give its own rows"
+                )
         else:
             seq_len, positions = rows, torch.arange(rows, device=x.device)
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -56,6 +56,8 @@ def ring_cross_entropy(
         raise ValueError(
             f"targets {tuple(targets.shape)}: must be {tuple(hidden.shape[:-1])}, one for each row of hidden"
         )
+    if slice_rows < 1:
+        raise ValueError(f"slice_rows={slice_rows}: must be at least 1")
     group = ring.group if group is None and isinstance(ring, Ring) else group
     counted = (targets != ignore_index).sum()
     ranks = 1

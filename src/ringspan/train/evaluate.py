@@ -39,6 +39,8 @@ def score_contexts(
 
     All contexts are scored on the same bytes, so that what differs between them is the context alone.
     """
+    if scored < 1:
+        raise ValueError(f"scored={scored}: must be at least 1")
     if min(contexts) < scored:
         raise ValueError(f"contexts={contexts}: each must be at least {scored}, the number of bytes that are scored")
     if windows < 1:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from ringspan.described import described
+from ringspan.described import described, known_values
 from ringspan.models.config import LongNetConfig
 
 
@@ -70,6 +70,8 @@ class TrainSettings:
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(choices)}")
         if not self.learning_rate > 0:
             raise ValueError(f"learning_rate={self.learning_rate}: must be positive")
+        if self.model.vocab_size < 256:
+            raise ValueError(f"vocab_size={self.model.vocab_size}: must be at least 256, since text is read as bytes")
         if not self.model.causal:
             raise ValueError("model.causal=False: predicting the next byte needs a causal model")
 
@@ -79,11 +81,7 @@ class TrainSettings:
     @staticmethod
     def from_json(text: str) -> TrainSettings:
         """The settings that `to_json` wrote; a key that we do not know is an error."""
-        values: dict[str, Any] = json.loads(text)
-        known = {entry.name for entry in dataclasses.fields(TrainSettings)}
-        unknown = sorted(set(values) - known)
-        if unknown:
-            raise ValueError(f"unknown settings {', '.join(unknown)}: known are {', '.join(sorted(known))}")
+        values = known_values(TrainSettings, text)
         if "model" in values:
             values["model"] = LongNetConfig.from_json(json.dumps(values["model"]))
         if "data" in values:
