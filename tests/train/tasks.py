@@ -10,11 +10,9 @@ import torch
 import torch.distributed as dist
 
 import ringspan as rs
-from ringspan.measure import peak_growth
 from ringspan.models import LongNet, LongNetConfig
 from ringspan.nn.cross_entropy import Gradients
 from ringspan.train.loop import Trainer
-from ringspan.train.needs import needs_of
 from ringspan.train.settings import TrainSettings
 
 CONFIG = LongNetConfig.named("nano", segment_lengths=(16, 128), dilation_rates=(1, 4))
@@ -43,7 +41,6 @@ def everything(folder: Path) -> dict[str, Any]:
     if world == 2:
         train(settings_for(folder / "for-one-rank"), stop_at=STOP)
         found["bfloat16"] = train(settings_for(folder / "bfloat16", dtype="bfloat16"))
-        found["memory"] = memory_of_two_steps(settings_for(folder / "memory", tokens=32768, steps=2, dtype="float32"))
         found["cut"] = train(settings_for(folder / "cut"), stop_at=STOP)
         found["resumed"] = train(settings_for(folder / "cut"), resume=True)
     if world == 4:
@@ -71,12 +68,6 @@ def loss_and_gradients(gradients: Gradients, tokens: int = 203) -> tuple[float, 
         assert weight.grad is not None
         found[name] = weight.grad.flatten().tolist()
     return total.item(), found
-
-
-def memory_of_two_steps(settings: TrainSettings) -> tuple[int, int]:
-    """By how much memory grew, and what was foretold; kernels' workspaces come on top."""
-    _, grown = peak_growth(lambda: train(settings))
-    return grown, needs_of(settings, dist.get_world_size()).total
 
 
 def train(settings: TrainSettings, *, resume: bool = False, stop_at: int | None = None) -> Curve:
