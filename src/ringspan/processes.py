@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
 import signal
 import tempfile
 import threading
@@ -29,11 +30,13 @@ def run_local_ranks(
     The first rank that raises ends the others, and its traceback is raised here.
     """
     with tempfile.TemporaryDirectory(prefix="ringspan-") as folder:
-        context = mp.get_context("spawn")
+        context = _starter()
         results = context.SimpleQueue()
         workers = [
             context.Process(
-                target=_rank, args=(rank, size, folder, threads, timeout_seconds, results, task, arguments), daemon=True
+                target=_rank,
+                args=(rank, size, folder, dict(os.environ), threads, timeout_seconds, results, task, arguments),
+                daemon=True,
             )
             for rank in range(size)
         ]
@@ -46,6 +49,18 @@ def run_local_ranks(
             for worker in (worker for worker in workers if worker.pid is not None):
                 worker.kill()
                 worker.join()
+
+
+def _starter() -> Any:
+    """Ranks are forked from a server that holds nothing but imported modules: importing torch takes them seconds each.
+
+    Where there is no such server (Windows) they start from nothing.
+    """
+    if "forkserver" not in mp.get_all_start_methods():
+        return mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "torch.distributed.device_mesh", "ringspan.public"])
+    return context
 
 
 @contextlib.contextmanager
@@ -92,12 +107,16 @@ def _rank(
     rank: int,
     size: int,
     folder: str,
+    environment: dict[str, str],
     threads: int,
     timeout: float,
     results: Any,
     task: Callable[..., Any],
     arguments: Any,
 ) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's, also if somebody else started the server
+    os.environ.clear()  # the server's is from when it was started
+    os.environ.update(environment)
     torch.set_num_threads(threads)
     dist.init_process_group(
         "gloo",

@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 SMALL = ("--model", "nano", "--segment-lengths", "32,256", "--dilation-rates", "1,4", "--tokens", "512", "--steps", "3")
 
 
@@ -50,19 +48,3 @@ def test_a_dry_run_says_what_is_needed_and_trains_nothing(tmp_path: Path) -> Non
     assert found["ranks"] == 2
     assert found["bytes"]["total"] == sum(count for name, count in found["bytes"].items() if name != "total")
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (("train", "--preset", "huge"), "must be one of quick"),
-        (("train", "--heads", "3"), "must divide width=64"),
-        (("train", "/no/such/folder", *SMALL), "no such file or folder"),
-        (("evaluate", "/no/such/run"), "settings.json"),
-    ],
-)
-def test_bad_values_are_refused_with_the_way_out(arguments: tuple[str, ...], reason: str, tmp_path: Path) -> None:
-    out = ("--out", str(tmp_path)) if arguments[0] == "train" else ()
-    done = ringspan(*arguments, *out)
-    assert done.returncode == 2
-    assert reason in " ".join(done.stderr.replace("│", " ").split())
