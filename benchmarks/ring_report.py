@@ -20,9 +20,9 @@ what caches and memory leave of 2. Times are medians. Each ratio is given twice:
 rounds, in which a drift of the machine cancels, and the ratio of the medians; the spread is that of single rounds.
 Asked: at least 0.95 of the ceiling, and 1.8 x."""
 PEER_TEXT = """\
-Plain attention on the same two ranks, in the same rounds: time over ringspan's (median of ratios, ratio of medians). ring-attention-pytorch is called with
-its own bucket size (1024), and beside it with the one that is fastest here (512). Asked: at least 0.97 x for torch's
-own ring, at least 2.5 x for ring-attention-pytorch, and 5 x under causality."""
+Plain attention on the same two ranks, in the same rounds: time over ringspan's (median of ratios, ratio of medians).
+ring-attention-pytorch is called with its own bucket size (1024), and beside it with the one that is fastest here (512).
+Asked: at least 0.97 x for torch's own ring, at least 2.5 x for ring-attention-pytorch, and 5 x under causality."""
 MEMORY_TEXT = """\
 Fresh processes, 8 heads of 64, fp32, causal, forward and backward, each rank making only its own rows: peak growth of a
 rank, fitted as a + b / k over the ring sizes k. Asked: a at most 64 MiB, b within 10 % of the growth at k = 1. A ring
