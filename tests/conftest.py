@@ -20,6 +20,7 @@ START_PROCESSES = (
     "ring/test_faults.py",
     "ring/test_processes.py",
     "train/test_checkpoints.py",
+    "train/test_needs.py",
     "train/test_ranks.py",
     "verify",
 )

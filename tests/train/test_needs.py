@@ -1,0 +1,57 @@
+"""What `--dry-run` foretells is what a step allocates, to a tenth."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ringspan.processes import run_local_ranks
+from ringspan.train.loop import Trainer
+from ringspan.train.needs import needs_of
+from ringspan.train.settings import TrainSettings
+from tests.train.tasks import settings_for
+
+CASES: dict[str, dict[str, Any]] = {
+    "layers are computed again": dict(dtype="float32"),
+    "layers are kept": dict(dtype="float32", recompute=False),
+    "16 bits": dict(dtype="bfloat16"),
+}
+
+
+def foretold_and_allocated(settings: TrainSettings) -> tuple[int, int]:
+    """Bytes of one step beyond weights and optimiser: as foretold, and as torch's profiler saw them live."""
+    trainer = Trainer(settings)
+    trainer.run(lambda _: None, until=1)  # the optimiser has its moments from here on
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        trainer.run(lambda _: None, until=2)
+    recorded = profile.profiler.kineto_results.events()
+    changes = sorted((event.start_ns(), event.nbytes()) for event in recorded if event.name() == "[memory]")
+    live = peak = 0
+    for _, change in changes:
+        live += change
+        peak = max(peak, live)
+    needs = needs_of(settings, dist.get_world_size())
+    return needs.total - needs.weights - needs.optimizer, peak
+
+
+def all_cases(folder: Path) -> dict[str, tuple[int, int]]:
+    return {
+        name: foretold_and_allocated(settings_for(folder / name, tokens=32768, steps=2, **changes))
+        for name, changes in CASES.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tuple[int, int]]]:
+    return run_local_ranks(2, all_cases, tmp_path_factory.mktemp("needs"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_memory_is_foretold(found: list[dict[str, tuple[int, int]]], case: str) -> None:
+    for rank in found:
+        foretold, allocated = rank[case]
+        assert allocated == pytest.approx(foretold, rel=0.1)
