@@ -36,6 +36,11 @@ def write_report(results: dict[str, Any], machine: str, root: Path, console: Con
             f"A bigram has {learning['bigram']:.3f}.",
             context_table(learning["scores"]),
         ),
+        "How far the model looks": (
+            "The same weights over the longest context with their pattern cut: the shortest segments at a quarter, at "
+            "half and whole, then one branch more each time.",
+            branch_table(learning["branches"]),
+        ),
         "One curve, whatever the ring": (
             "50 steps from one seed on rings of 1, 2 and 4: the largest difference of a loss (nats) from that of one "
             "rank. Asked: within 1e-9 in fp64.",
@@ -57,14 +62,13 @@ def write_report(results: dict[str, Any], machine: str, root: Path, console: Con
 
 
 def long_table(found: dict[str, Any]) -> Cells:
-    cells = [["ranks", "steps", "tokens/s", "memory a rank", "foretold", "first loss", "last loss"]]
+    cells = [["ranks", "steps", "memory a rank", "foretold", "first loss", "last loss"]]
     for ranks, name, needs in ((1, "one", found["needs"][0]), (2, "two", found["needs"][1])):
         steps = found[name]
         cells.append(
             [
                 str(ranks),
                 str(len(steps)),
-                f"{statistics.median(step['tokens'] / step['seconds'] for step in steps):,.0f}",
                 f"{steps[-1]['peak_bytes'] / MIB:,.0f} MiB",
                 f"{needs['bytes']['total'] / MIB:,.0f} MiB",
                 f"{steps[0]['bits_per_byte']:.3f} bits/byte",
@@ -95,10 +99,19 @@ def speed_up(rows: list[dict[str, Any]]) -> str:
 
 def context_table(scores: list[dict[str, Any]]) -> Cells:
     cells = [["context", "bits per byte", "better than the shortest by"]]
-    for row in scores:
-        better = f"{row['gain']:.4f} ± {row['standard_error']:.4f}" if row is not scores[0] else ""
-        cells.append([f"{row['context']:,}", f"{row['bits_per_byte']:.4f}", better])
-    return cells
+    return cells + [[f"{row['context']:,}", f"{row['bits_per_byte']:.4f}", _better(row, scores)] for row in scores]
+
+
+def branch_table(scores: list[dict[str, Any]]) -> Cells:
+    cells = [["segments", "bits per byte", "better than the first by"]]
+    return cells + [
+        [", ".join(f"{w:,}" for w in row["segments"]), f"{row['bits_per_byte']:.4f}", _better(row, scores)]
+        for row in scores
+    ]
+
+
+def _better(row: dict[str, Any], scores: list[dict[str, Any]]) -> str:
+    return f"{row['gain']:+.4f} ± {row['standard_error']:.4f}" if row is not scores[0] else ""
 
 
 def curve_table(rows: list[dict[str, Any]]) -> Cells:

@@ -39,6 +39,7 @@ def test_two_ranks_train_resume_and_are_evaluated(tmp_path: Path) -> None:
     assert scored.returncode == 0, scored.stderr
     found = json.loads(scored.stdout)
     assert [row["context"] for row in found["scores"]] == [512, 1024]
+    assert found["branches"][-1]["bits_per_byte"] == found["scores"][-1]["bits_per_byte"]  # nothing left out
     assert 2 < found["bigram"] < 6
 
 

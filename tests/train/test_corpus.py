@@ -9,7 +9,7 @@ import torch
 
 from ringspan.models import LongNet, LongNetConfig
 from ringspan.train.corpus import Corpus
-from ringspan.train.evaluate import bigram_bits_per_byte, score_contexts
+from ringspan.train.evaluate import bigram_bits_per_byte, score_branches, score_contexts
 
 
 @pytest.fixture
@@ -84,3 +84,16 @@ def test_contexts_are_scored_on_the_same_bytes(tmp_path: Path) -> None:
     assert error > 0
     with pytest.raises(ValueError, match="each must be at least 512"):
         next(score_contexts(model, corpus, [64]))
+
+
+def test_branches_are_left_out_one_by_one(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(bytes(range(256)) * 20)
+    corpus = Corpus.of([tmp_path / "text"])
+    model = LongNet(LongNetConfig.named("nano", segment_lengths=(16, 256), dilation_rates=(1, 4)))
+    scores = list(score_branches(model, corpus, 512, windows=3, scored=64))
+    assert [score.segments for score in scores] == [(4,), (8,), (16,), (16, 256)]
+    assert scores[-1] == next(score_contexts(model, corpus, [512], windows=3, scored=64))
+    assert len({score.bits_per_byte for score in scores}) == 4
+    model = LongNet(LongNetConfig.named("nano", segment_lengths=(), dilation_rates=()))
+    with pytest.raises(ValueError, match="plain attention has no branches"):
+        next(score_branches(model, corpus, 512))

@@ -1,10 +1,10 @@
-"""How good a model is on text that it was not trained on, and whether more context helps; a bigram beside it."""
+"""How good a model is on text that it was not trained on; whether more context helps, and which branches are used."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn import functional as F
@@ -16,9 +16,13 @@ from ringspan.train.figures import BITS
 
 @dataclass(frozen=True)
 class Score:
-    """Bits per byte over the same bytes of the same windows, each read with ``context`` bytes in all."""
+    """Bits per byte over the same bytes of the same windows, each read with ``context`` bytes in all.
+
+    ``segments`` are those of the pattern, which may have been cut as well.
+    """
 
     context: int
+    segments: tuple[int, ...]
     windows: tuple[float, ...]
 
     @property
@@ -46,16 +50,39 @@ def score_contexts(
     if windows < 1:
         raise ValueError(f"windows={windows}: must be at least 1")
     longest = max(contexts)
-    device = model.embedding.weight.device
     ends = [corpus.start_of(seed, number, longest) + longest for number in range(windows)]
     for context in sorted(contexts):
-        losses = []
-        for end in ends:
-            text = corpus.read(end - context, end + 1).long().to(device)
-            with torch.no_grad():
-                hidden = model(text[None, :-1])[0, -scored:]
-                losses.append(F.cross_entropy(model.logits(hidden).float(), text[-scored:]).item() * BITS)
-        yield Score(context, tuple(losses))
+        yield _score(model, corpus, ends, context, scored)
+
+
+def score_branches(
+    model: LongNet, corpus: Corpus, context: int, *, windows: int = 64, scored: int = 512, seed: int = 0
+) -> Iterator[Score]:
+    """The same weights with their pattern cut: which branches does the model use, and how far does it look?
+
+    First with the shortest segments cut to a quarter and to a half; then whole, and one branch more each time.
+    """
+    lengths, rates = model.config.segment_lengths, model.config.dilation_rates
+    if not lengths:
+        raise ValueError("segment_lengths=(): plain attention has no branches to leave out")
+    cuts: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((max(1, lengths[0] // k),), rates[:1]) for k in (4, 2)]
+    cuts += [(lengths[:count], rates[:count]) for count in range(1, len(lengths) + 1)]
+    ends = [corpus.start_of(seed, number, context) + context for number in range(windows)]
+    for segment_lengths, dilation_rates in cuts:
+        config = replace(model.config, segment_lengths=segment_lengths, dilation_rates=dilation_rates)
+        cut = LongNet(config).to(model.embedding.weight)
+        cut.load_state_dict(model.state_dict())
+        yield _score(cut, corpus, ends, context, scored)
+
+
+def _score(model: LongNet, corpus: Corpus, ends: list[int], context: int, scored: int) -> Score:
+    losses = []
+    for end in ends:
+        text = corpus.read(end - context, end + 1).long().to(model.embedding.weight.device)
+        with torch.no_grad():
+            hidden = model(text[None, :-1])[0, -scored:]
+            losses.append(F.cross_entropy(model.logits(hidden).float(), text[-scored:]).item() * BITS)
+    return Score(context, model.config.segment_lengths, tuple(losses))
 
 
 def bigram_bits_per_byte(trained_on: Corpus, scored_on: Corpus, most_bytes: int = 2**24) -> float:
