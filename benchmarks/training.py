@@ -29,7 +29,7 @@ from ringspan.evidence.machine import describe_machine, one_line
 from ringspan.train.metrics import read_metrics
 
 ROOT = Path(__file__).parent.parent
-LENGTHEN = ["--tokens", "64k", "--steps", "475"]  # how the preset "laptop" ends
+LENGTHEN = ["--tokens", "64k", "--steps", "1525"]  # how the preset "laptop" ends
 ROUNDS = 3  # of one rank and two in turn
 SMALL = ("--model", "nano", "--tokens", "4096", "--segment-lengths", "256,4096", "--dilation-rates", "1,16")
 
@@ -65,15 +65,26 @@ def long_sequences(folder: Path, quick: bool) -> dict[str, Any]:
 
 
 def learning(folder: Path, quick: bool) -> dict[str, Any]:
-    """Ten minutes on Python's own sources, short sequences first; then the same weights with their context cut."""
-    short, long = (["--steps", "3"], ["--steps", "4", "--tokens", "8k"]) if quick else ([], LENGTHEN)
+    """Ten minutes on Python's own sources, short sequences first; then with context and pattern cut."""
+    short = ["--steps", "3", "--save-every", "1"] if quick else []
+    long = ["--steps", "4", "--tokens", "8k"] if quick else LENGTHEN
     train(2, folder / "run", "--preset", "laptop", *short)
+    stages = [int(path.name.removeprefix("step-")) for path in sorted((folder / "run/checkpoints").iterdir())]
+    windows = ["--windows", "2"] if quick else ["--windows", "48"]
+    progress = [
+        {"step": step, **evaluate(folder / "run", "--step", str(step), "--contexts", "4k", *windows)} for step in stages
+    ]
     steps = train(2, folder / "run", "--config", str(folder / "run/settings.json"), "--resume", "auto", *long)
-    contexts = (
-        ["--contexts", "1k,4k", "--windows", "2"] if quick else ["--contexts", "1k,4k,16k,64k", "--windows", "48"]
-    )
-    command = ["-m", "ringspan", "evaluate", str(folder / "run"), *contexts, "--json"]
-    return {"steps": steps, **json.loads(run(command, threads=os.cpu_count() or 1))}
+    contexts = "1k,4k" if quick else "1k,4k,16k,64k"
+    found = evaluate(folder / "run", "--contexts", contexts, "--no-branches", *windows)
+    return {"steps": steps, "progress": progress, "bigram": found["bigram"], "scores": found["scores"]}
+
+
+def evaluate(folder: Path, *flags: str) -> dict[str, Any]:
+    """Run `ringspan evaluate`, with all threads."""
+    command = ["-m", "ringspan", "evaluate", str(folder), *flags, "--json"]
+    found: dict[str, Any] = json.loads(run(command, threads=os.cpu_count() or 1))
+    return found
 
 
 def curves(folder: Path, quick: bool) -> Rows:

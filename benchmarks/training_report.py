@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,10 @@ def write_report(results: dict[str, Any], machine: str, root: Path, console: Con
             context_table(learning["scores"]),
         ),
         "How far the model looks": (
-            "The same weights over the longest context with their pattern cut: the shortest segments at a quarter, at "
-            "half and whole, then one branch more each time.",
-            branch_table(learning["branches"]),
+            "Checkpoints of the same run, over 4,096 bytes of context, with the pattern cut (`ringspan evaluate --step "
+            "N --contexts 4k`): the shortest segments at a quarter, at half and whole, then one branch more each time. "
+            "Bits per byte with the whole pattern, and what each step outwards is worth.",
+            reach_table(learning["progress"]),
         ),
         "One curve, whatever the ring": (
             "50 steps from one seed on rings of 1, 2 and 4: the largest difference of a loss (nats) from that of one "
@@ -99,19 +101,20 @@ def speed_up(rows: list[dict[str, Any]]) -> str:
 
 def context_table(scores: list[dict[str, Any]]) -> Cells:
     cells = [["context", "bits per byte", "better than the shortest by"]]
-    return cells + [[f"{row['context']:,}", f"{row['bits_per_byte']:.4f}", _better(row, scores)] for row in scores]
+    for row in scores:
+        better = f"{row['gain']:+.4f} ± {row['standard_error']:.4f}" if row is not scores[0] else ""
+        cells.append([f"{row['context']:,}", f"{row['bits_per_byte']:.4f}", better])
+    return cells
 
 
-def branch_table(scores: list[dict[str, Any]]) -> Cells:
-    cells = [["segments", "bits per byte", "better than the first by"]]
-    return cells + [
-        [", ".join(f"{w:,}" for w in row["segments"]), f"{row['bits_per_byte']:.4f}", _better(row, scores)]
-        for row in scores
-    ]
-
-
-def _better(row: dict[str, Any], scores: list[dict[str, Any]]) -> str:
-    return f"{row['gain']:+.4f} ± {row['standard_error']:.4f}" if row is not scores[0] else ""
+def reach_table(progress: list[dict[str, Any]]) -> Cells:
+    names = [f"{row['segments'][-1]:,}" for row in progress[0]["branches"]]
+    cells = [["steps", "bits per byte", *(f"{a} → {b}" for a, b in itertools.pairwise(names))]]
+    for stage in progress:
+        bits = [row["bits_per_byte"] for row in stage["branches"]]
+        worth = [f"{nearer - farther:+.4f}" for nearer, farther in itertools.pairwise(bits)]
+        cells.append([str(stage["step"]), f"{bits[-1]:.4f}", *worth])
+    return cells
 
 
 def curve_table(rows: list[dict[str, Any]]) -> Cells:

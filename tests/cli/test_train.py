@@ -7,6 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner
+
+from ringspan.cli.app import app
 
 SMALL = ("--model", "nano", "--segment-lengths", "32,256", "--dilation-rates", "1,4", "--tokens", "512", "--steps", "3")
 
@@ -35,12 +40,18 @@ def test_two_ranks_train_resume_and_are_evaluated(tmp_path: Path) -> None:
     assert resumed.returncode == 0, resumed.stderr
     assert json.loads(resumed.stdout)["number"] == 4
     assert "Going on from step 3" in resumed.stderr
-    scored = ringspan("evaluate", str(run), "--contexts", "512,1k", "--windows", "2", "--json")
-    assert scored.returncode == 0, scored.stderr
-    found = json.loads(scored.stdout)
+    found = evaluate(run, "--contexts", "512,1k")
     assert [row["context"] for row in found["scores"]] == [512, 1024]
     assert found["branches"][-1]["bits_per_byte"] == found["scores"][-1]["bits_per_byte"]  # nothing left out
     assert 2 < found["bigram"] < 6
+    assert evaluate(run, "--contexts", "512,1k", "--step", "5", "--no-branches")["scores"] == found["scores"]
+    assert evaluate(run, "--contexts", "512,1k", "--step", "3", "--no-branches")["scores"] != found["scores"]
+
+
+def evaluate(run: Path, *flags: str) -> Any:
+    result = CliRunner().invoke(app, ["evaluate", str(run), "--windows", "2", *flags, "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
 
 
 def test_a_dry_run_says_what_is_needed_and_trains_nothing(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from ringspan.cli.options import AsJson, read_as, read_counts
 from ringspan.train.settings import TrainSettings
 
 if TYPE_CHECKING:
+    from ringspan.models import LongNet
     from ringspan.train.evaluate import Score
 
 
@@ -20,6 +21,9 @@ def evaluate(
     contexts: Annotated[str, typer.Option(help="Lengths that the context is cut to.")] = "1k,4k,16k,64k",
     windows: Annotated[int, typer.Option(help="Places in the held-out text; all contexts see the same.")] = 64,
     scored: Annotated[int, typer.Option(help="Bytes at the end of each window that count.")] = 512,
+    step: Annotated[
+        int, typer.Option(help="Take the weights after so many steps, from a checkpoint; 0 is the model at the end.")
+    ] = 0,
     branches: Annotated[bool, typer.Option(help="Also score with branches of the pattern left out.")] = True,
     as_json: AsJson = False,
 ) -> None:
@@ -33,12 +37,13 @@ def evaluate(
     `ringspan evaluate runs/books`
 
     `ringspan evaluate runs/books --contexts 1k,8k,64k --windows 128 --json`
+
+    `ringspan evaluate runs/books --step 500`
     """
     from rich.console import Console  # noqa: PLC0415
     from rich.progress import track  # noqa: PLC0415
 
     from ringspan.evidence.device import this_ranks_device  # noqa: PLC0415
-    from ringspan.models import LongNet  # noqa: PLC0415
     from ringspan.train.corpus import Corpus  # noqa: PLC0415
     from ringspan.train.evaluate import bigram_bits_per_byte, score_branches, score_contexts  # noqa: PLC0415
 
@@ -46,7 +51,7 @@ def evaluate(
     console = Console(stderr=as_json)
     try:
         settings = TrainSettings.read(run / "settings.json")
-        model = LongNet.from_pretrained(run / "model").to(this_ranks_device().device)
+        model = _model(run, settings, step).to(this_ranks_device().device)
         trained_on, held_out = Corpus.of(settings.data).split(settings.held_out)
         found = score_contexts(model, held_out, lengths, windows=windows, scored=scored)
         scores = list(track(found, "contexts", total=len(lengths), console=console))
@@ -65,6 +70,17 @@ def evaluate(
     if by_branches:
         console.print(_table("segments", by_branches, f"the same with branches left out, {max(lengths):,} bytes"))
     console.print(f"A bigram: {bigram:.3f} bits per byte.", highlight=False)
+
+
+def _model(run: Path, settings: TrainSettings, step: int) -> LongNet:
+    from ringspan.models import LongNet  # noqa: PLC0415
+    from ringspan.train.checkpoints import Checkpoints  # noqa: PLC0415
+
+    if not step:
+        return LongNet.from_pretrained(run / "model")
+    model = LongNet(settings.model)
+    Checkpoints(run / "checkpoints", settings.keep).load_weights(step, model)
+    return model
 
 
 def _as_rows(scores: list[Score]) -> list[dict[str, Any]]:

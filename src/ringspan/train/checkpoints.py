@@ -7,6 +7,7 @@ write leaves a folder that nobody reads, and never touches the last good one.
 from __future__ import annotations
 
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,16 @@ class Checkpoints:
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         torch.set_rng_state(state["random"])
         return int(state["step"])
+
+    def load_weights(self, step: int, model: nn.Module) -> None:
+        """Load the weights alone of a checkpoint, in one process."""
+        if step not in self.steps():
+            raise FileNotFoundError(f"{self.folder}: no checkpoint of step {step}; there are {self.steps()}")
+        state: dict[str, Any] = {"model": model.state_dict()}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is what is wanted
+            dcp.state_dict_loader.load(state, checkpoint_id=self.path_of(step), no_dist=True)
+        model.load_state_dict(state["model"])
 
 
 def _state(step: int, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
