@@ -141,10 +141,14 @@ def draw(results: dict[str, Any], machine: str, path: Path) -> None:
     long.plot([s["number"] + 1 for s in steps], [s["bits_per_byte"] for s in steps], marker=".")
     long.set(title=f"{steps[0]['tokens']:,} tokens in a sequence, two ranks", xlabel="step", ylabel="bits per byte")
     steps, bigram = results["learning"]["steps"], results["learning"]["bigram"]
-    learning.plot([sum(s["seconds"] for s in steps[: i + 1]) / 60 for i in range(len(steps))],
-                  [s["bits_per_byte"] for s in steps])  # fmt: skip
+    minutes = [seconds / 60 for seconds in itertools.accumulate(step["seconds"] for step in steps)]
+    bits = [step["bits_per_byte"] for step in steps]
+    learning.plot(minutes, bits, alpha=0.25, linewidth=0.8)
+    around = [statistics.mean(bits[max(0, i - 12) : i + 13]) for i in range(len(bits))]
+    learning.plot(minutes, around, color="tab:blue", label="mean of 25 steps")
+    learning.legend(frameon=False)
     learning.axhline(bigram, color="gray", linestyle="--")
-    learning.annotate("bigram", (0, bigram), va="bottom", color="gray")
+    learning.annotate("bigram", (minutes[-1], bigram), va="bottom", ha="right", color="gray")
     learning.set(title="Ten minutes on Python's sources", xlabel="minutes", ylabel="bits per byte")
     scores = results["learning"]["scores"]
     contexts.errorbar(
@@ -153,9 +157,9 @@ def draw(results: dict[str, Any], machine: str, path: Path) -> None:
     )  # fmt: skip
     contexts.set_xscale("log", base=2)
     contexts.set(
-        title="What context is worth: bits per byte gained (± 2 standard errors)",
+        title="What context is worth (± 2 standard errors)",
         xlabel="context (bytes)",
-        ylabel="better than with the shortest",
+        ylabel="bits per byte gained over the shortest",
     )
     contexts.set_xticks([s["context"] for s in scores], [f"{s['context'] // 1024}K" for s in scores])
     for row, style in zip([r for r in results["curves"] if r["dtype"] == "float32"], ("-", "--", ":"), strict=True):
