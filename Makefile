@@ -4,18 +4,29 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 PEERS := $(VENV)/peers
+INTEGRATIONS := $(VENV)/integrations
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint figures bench clean
+.PHONY: help run test test-integrations lint docs versions figures bench clean
 
 help:  ## list the targets
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{ printf "  make %-9s %s\n", $$1, $$2 }'
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{ printf "  make %-18s %s\n", $$1, $$2 }'
 
 run: $(READY)  ## is the ring real? examine rings of 1, 2 and 4 local processes, and write a report
 	@$(BIN)/ringspan verify
 
 test: lint  ## lint, types and tests
-	@$(BIN)/python -m pytest -q -n 2 --dist loadgroup
+	@$(BIN)/python -m pytest -q -n 2 --dist loadgroup --ignore tests/integrations
+
+test-integrations: $(INTEGRATIONS)  ## tests and examples that need Transformers, DeepSpeed, Sphinx
+	@$(BIN)/python -m pytest -q tests/integrations
+
+docs: $(INTEGRATIONS)  ## build the documentation site into docs/_build (no network needed)
+	@$(BIN)/sphinx-build -q -W docs docs/_build
+	@echo "docs/_build/index.html"
+
+versions: test test-integrations  ## test everything, and list the versions in docs/versions.md
+	@$(BIN)/python docs/write_versions.py
 
 lint: $(READY)  ## lint and types only
 	@$(BIN)/ruff check .
@@ -38,6 +49,12 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Setting up $(VENV) (once; downloads torch) ..."
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(INTEGRATIONS): $(READY)
+	@echo "Installing what ringspan integrates with (once) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[transformers,docs]' setuptools wheel
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation 'deepspeed>=0.16'
 	@touch $@
 
 $(PEERS): $(READY)

@@ -38,6 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "bench": {"evidence", "geometry", "layout", "measure", "processes", "ringspan"},
     "models": {"described", "geometry", "nn", "ringspan"},
     "train": {"described", "evidence", "geometry", "layout", "models", "planning", "prices", "ringspan"},
+    "integrations": {"nn", "ringspan"},
     "cli": {
         *("bench", "draw", "evidence", "geometry", "layout", "models", "planning"),
         *("ringspan", "train", "verify"),

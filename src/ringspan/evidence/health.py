@@ -28,9 +28,9 @@ _OPTIONAL_PACKAGES = {
     "matplotlib": ("pictures", "pip install 'ringspan[plot]'"),
     "ring-attention-pytorch": ("comparing with another ring", "pip install 'ringspan[peers]'"),
     "triton": ("torch.compile on GPUs", "pip install triton"),
-    "transformers": ("Hugging Face models", "pip install transformers"),
-    "deepspeed": ("sharded optimisers beside a ring", "pip install deepspeed"),
-    "safetensors": ("weights in safe files", "pip install safetensors"),
+    "transformers": ("Hugging Face models", "pip install 'ringspan[transformers]'"),
+    "deepspeed": ("sharded optimisers beside a ring", "pip install --no-build-isolation 'ringspan[deepspeed]'"),
+    "safetensors": ("weights in safe files", "pip install 'ringspan[train]'"),
     "tensorboard": ("curves of a training", "pip install tensorboard"),
 }
 _BACKENDS = {

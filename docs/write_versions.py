@@ -1,0 +1,23 @@
+"""Write docs/versions.md: what the tests ran with. `make versions` runs them before."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+from importlib import metadata
+from pathlib import Path
+
+PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "safetensors", "tensorboard", "sphinx")
+
+
+def main() -> None:
+    versions = {"Python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}}
+    written = f"Written by `make versions` on {datetime.date.today()}, after all tests had passed; do not edit."
+    page = ["# Versions that were tested", "", written, "", "| package | version |", "| --- | --- |"]
+    page += [f"| {name} | {version} |" for name, version in versions.items()]
+    (Path(__file__).parent / "versions.md").write_text("\n".join(page) + "\n")
+    print("\n".join(page))
+
+
+if __name__ == "__main__":
+    main()

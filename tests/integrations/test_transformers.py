@@ -1,0 +1,109 @@
+"""Transformers models with ringspan's attention: one process, padded, packed; what cannot be expressed is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ringspan as rs
+from tests.integrations.models import small_model
+
+pytest.importorskip("transformers", reason="needs pip install 'ringspan[transformers]'")
+
+from ringspan.integrations.transformers import register
+
+KINDS = ("llama", "qwen3", "mistral")
+
+
+def model_of(kind: str, attention: str, **changes: Any) -> Any:
+    return small_model(kind, attention, **changes).eval()
+
+
+def logits(model: Any, tokens: Tensor, **more: Any) -> Tensor:
+    found: Tensor = model(tokens, use_cache=False, **more).logits
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> None:
+    register(pattern=rs.Full())
+    register(pattern=rs.Dilated((16, 64), (1, 4)), name="dilated")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_plain_attention_gives_sdpas_logits(kind: str) -> None:
+    tokens = torch.randint(128, (2, 50))
+    torch.testing.assert_close(
+        logits(model_of(kind, "ringspan"), tokens), logits(model_of(kind, "sdpa"), tokens), rtol=0, atol=1e-10
+    )
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_batches_give_what_each_document_gives_alone(side: str) -> None:
+    model = model_of("llama", "dilated")
+    documents = [torch.randint(128, (1, length)) for length in (50, 31)]
+    mask = torch.ones(2, 50, dtype=torch.int64)
+    rows = slice(0, 31) if side == "right" else slice(19, 50)
+    mask[1] = 0
+    mask[1, rows] = 1
+    tokens = torch.zeros(2, 50, dtype=torch.int64)
+    tokens[0], tokens[1, rows] = documents[0][0], documents[1][0]
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    found = logits(model, tokens, attention_mask=mask, position_ids=positions)
+    torch.testing.assert_close(found[0], logits(model, documents[0])[0], rtol=0, atol=1e-10)
+    torch.testing.assert_close(found[1, rows], logits(model, documents[1])[0], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("told_by", ["borders", "positions"])
+def test_packed_documents_do_not_see_one_another(told_by: str) -> None:
+    model = model_of("llama", "dilated")
+    documents = [torch.randint(128, (1, length)) for length in (20, 37)]
+    packed = torch.cat(documents, 1)
+    positions = torch.cat([torch.arange(20), torch.arange(37)])[None]
+    borders = dict(cu_seq_lens_q=torch.tensor([0, 20, 57])) if told_by == "borders" else {}
+    found = logits(model, packed, position_ids=positions, **borders)
+    wanted = torch.cat([logits(model, document) for document in documents], 1)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
+
+
+def test_positions_that_tell_nothing_clear_are_refused() -> None:
+    model = model_of("llama", "dilated")
+    gap = torch.cat([torch.arange(20), torch.arange(30, 60)])[None]
+    with pytest.raises(ValueError, match="neither run on nor begin anew at 0"):
+        logits(model, torch.randint(128, (1, 50)), position_ids=gap)
+    uneven = torch.stack([torch.arange(50), torch.arange(50) % 25])
+    with pytest.raises(ValueError, match="neither run on nor begin anew at 0"):
+        logits(model, torch.randint(128, (2, 50)), position_ids=uneven)
+
+
+def test_no_mask_of_all_pairs_is_built() -> None:
+    seen: list[Any] = []
+    model = model_of("llama", "dilated")
+    model.model.layers[0].register_forward_pre_hook(
+        lambda _, __, kwargs: seen.append(kwargs["attention_mask"]), with_kwargs=True
+    )
+    logits(model, torch.randint(128, (1, 50)))
+    logits(model, torch.randint(128, (1, 50)), attention_mask=torch.ones(1, 50, dtype=torch.int64))
+    assert seen == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (dict(attention_dropout=0.1), "dropout=0.1: attention weights never exist here"),
+        (dict(sliding_window=16), "a window of 16 tokens"),
+    ],
+)
+def test_what_cannot_be_expressed_is_refused(changes: dict[str, Any], reason: str) -> None:
+    model = model_of("mistral", "ringspan", **changes).train()
+    with pytest.raises(ValueError, match=reason):
+        logits(model, torch.randint(128, (1, 50)))
+
+
+def test_decoding_with_a_cache_is_refused() -> None:
+    model = model_of("llama", "ringspan")
+    with pytest.raises(ValueError, match="a cache is in use"):
+        model.generate(torch.randint(128, (1, 10)), max_new_tokens=3, do_sample=False)
