@@ -38,9 +38,10 @@ class TorchscaleConfig:
     def of(settings: Mapping[str, Any]) -> TorchscaleConfig:
         """From torchscale's own names, as in its ``EncoderConfig``; lists may be text, as it writes them.
 
-        >>> TorchscaleConfig.of({"encoder_embed_dim": 64, "encoder_attention_heads": 4, "encoder_layers": 2,
-        ...     "encoder_ffn_embed_dim": 128, "segment_length": "[16, 64]", "dilated_ratio": "[1, 4]"}).pattern.text
-        'dilated 16x1 64x4 blocked'
+        >>> config = TorchscaleConfig.of({"encoder_embed_dim": 64, "encoder_attention_heads": 4, "encoder_layers": 2,
+        ...     "encoder_ffn_embed_dim": 128, "segment_length": "[16, 64]", "dilated_ratio": "[1, 4]"})
+        >>> config.pattern.segment_lengths, config.pattern.head_offsets
+        ((16, 64), 'blocked')
         """
         for name in _REFUSED:
             if settings.get(name):
