@@ -66,8 +66,8 @@ def _starter() -> Any:
 @contextlib.contextmanager
 def _interrupts_deferred() -> Iterator[None]:
     """Processes started inside never see Ctrl-C, and are started whole: the caller is interrupted when it is over."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread is ever interrupted
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "pthread_sigmask"):
+        yield  # only the main thread is ever interrupted; Windows has no masks
         return
     came: list[bool] = []
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # what processes inherit
@@ -86,7 +86,7 @@ def _collect(workers: list[Any], results: Any, deadline: float) -> list[Any]:
     while len(found) < len(workers):
         if results.empty():
             for rank, worker in enumerate(workers):
-                if worker.exitcode not in (None, 0) and results.empty():
+                if worker.exitcode is not None and rank not in found and results.empty():
                     raise RuntimeError(f"rank {rank} died with exit code {worker.exitcode}")
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no answer from ranks {sorted(set(range(len(workers))) - set(found))}")

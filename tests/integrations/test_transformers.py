@@ -90,6 +90,58 @@ def test_no_mask_of_all_pairs_is_built() -> None:
     assert seen == [None, None]
 
 
+def test_padding_and_packing_go_together() -> None:
+    model = model_of("llama", "dilated")
+    documents = [torch.randint(128, (1, length)) for length in (20, 23)]
+    tokens = torch.cat([*documents, torch.zeros(1, 7, dtype=torch.int64)], 1)
+    positions = torch.cat([torch.arange(20), torch.arange(23), torch.zeros(7, dtype=torch.int64)])[None]
+    found = logits(model, tokens, position_ids=positions, attention_mask=(torch.arange(50) < 43)[None].long())
+    wanted = torch.cat([logits(model, document) for document in documents], 1)
+    torch.testing.assert_close(found[:, :43], wanted, rtol=0, atol=1e-10)
+
+
+def test_positions_that_change_in_place_are_read_again() -> None:
+    model = model_of("llama", "dilated")
+    tokens, positions = torch.randint(128, (1, 50)), torch.arange(50)[None].clone()
+    logits(model, tokens, position_ids=positions)
+    positions.copy_(torch.cat([torch.arange(20), torch.arange(30)])[None])
+    wanted = torch.cat([logits(model, part) for part in (tokens[:, :20], tokens[:, 20:])], 1)
+    torch.testing.assert_close(logits(model, tokens, position_ids=positions), wanted, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (dict(attention_mask=torch.ones(1, 1, 50, 50, dtype=torch.bool)), r"attention_mask of shape \(1, 1, 50, 50\)"),
+        (dict(block_indices=torch.arange(3)), "block_indices: an argument of this model's attention"),
+        (
+            dict(attention_mask=(torch.arange(50) < 43)[None].long(), cu_seq_lens_q=torch.tensor([0, 20, 43])),
+            "both attention_mask and cu_seq_lens_q",
+        ),
+    ],
+)
+def test_arguments_that_cannot_be_expressed_are_refused(arguments: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        logits(model_of("llama", "ringspan"), torch.randint(128, (1, 50)), **arguments)
+
+
+def test_encoder_decoders_are_refused() -> None:
+    from transformers import BartConfig, BartModel
+
+    config = BartConfig(vocab_size=128, d_model=32, encoder_layers=1, decoder_layers=1, attn_implementation="ringspan")
+    model = BartModel(config).eval()
+    with pytest.raises(ValueError, match="an encoder-decoder model"):
+        model(torch.randint(4, 100, (1, 20)))
+
+
+@pytest.mark.parametrize(("kind", "reason"), [("cohere", "logit_scale=0.0625"), ("phi", "a bias of the head")])
+def test_heads_that_are_no_product_are_refused_by_the_sliced_loss(kind: str, reason: str) -> None:
+    from ringspan.integrations.transformers import causal_lm_loss
+
+    with pytest.raises(ValueError, match=reason):
+        causal_lm_loss(small_model(kind, "ringspan"), {}, ring=None)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

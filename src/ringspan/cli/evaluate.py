@@ -76,11 +76,19 @@ def _model(run: Path, settings: TrainSettings, step: int) -> LongNet:
     from ringspan.models import LongNet  # noqa: PLC0415
     from ringspan.train.checkpoints import Checkpoints  # noqa: PLC0415
 
+    checkpoints = Checkpoints(run / "checkpoints", settings.keep)
     if not step:
+        weights, steps = run / "model/model.safetensors", checkpoints.steps()
+        if steps and weights.exists() and _written(checkpoints.path_of(steps[-1])) > _written(weights):
+            raise ValueError(f"{run} went on after its model was written: say --step {steps[-1]}, its last checkpoint")
         return LongNet.from_pretrained(run / "model")
     model = LongNet(settings.model)
-    Checkpoints(run / "checkpoints", settings.keep).load_weights(step, model)
+    checkpoints.load_weights(step, model)
     return model
+
+
+def _written(path: Path) -> float:
+    return path.stat().st_mtime
 
 
 def _as_rows(scores: list[Score]) -> list[dict[str, Any]]:

@@ -24,8 +24,13 @@ from ringspan.nn.cross_entropy import IGNORED, Gradients
 
 NAME = "ringspan"
 AnyRing = rs.Ring | rs.SimulatedRing | None
-# Arguments of attention that change what is computed, and that we do not have.
-_REFUSED = ("softcap", "s_aux", "sliding_window", "position_bias", "head_mask")
+_SCALES_OF_LOGITS = ("logit_scale", "logits_scaling", "final_logit_softcapping")
+# Arguments that models hand down to attention, and that do not change what it computes. Others do, or may: refused.
+_HARMLESS = frozenset({
+    *("use_cache", "past_key_values", "past_key_value", "cache_position", "position_embeddings", "return_dict"),
+    *("output_attentions", "output_hidden_states", "output_router_logits", "num_items_in_batch", "logits_to_keep"),
+    *("cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "labels", "shift_labels", "deterministic"),
+})  # fmt: skip
 
 
 def register(*, pattern: rs.Pattern, ring: AnyRing = None, name: str = NAME) -> None:
@@ -38,14 +43,23 @@ def register(*, pattern: rs.Pattern, ring: AnyRing = None, name: str = NAME) -> 
         from transformers import AttentionInterface, AttentionMaskInterface  # noqa: PLC0415
     except ImportError as error:
         raise ImportError("Transformers 5 is not installed: pip install 'ringspan[transformers]'") from error
-    AttentionInterface.register(name, _attention(pattern, ring))
-    AttentionMaskInterface.register(name, _mask)
+    meant = _Meant(pattern, ring)
+    AttentionInterface.register(name, meant.attention)
+    AttentionMaskInterface.register(name, meant.mask)
 
 
-def _attention(pattern: rs.Pattern, ring: AnyRing) -> Callable[..., tuple[Tensor, None]]:
-    documents = _Documents()
+class _Meant:
+    """What a registered name means: the functions that models call for attention, and for its mask."""
 
-    def ringspan_attention(
+    def __init__(self, pattern: rs.Pattern, ring: AnyRing) -> None:
+        self.pattern, self.ring = pattern, ring
+        self.over_a_ring = isinstance(ring, rs.Ring)
+        self.is_packed = False  # as the library found before the layers of a call
+        self.seen: tuple[Callable[[], Tensor | None], int] = (lambda: None, 0)  # the last positions, and their version
+        self.lengths: Tensor | None = None  # that these told
+
+    def attention(
+        self,
         module: nn.Module,
         query: Tensor,
         key: Tensor,
@@ -60,35 +74,64 @@ def _attention(pattern: rs.Pattern, ring: AnyRing) -> Callable[..., tuple[Tensor
         **others: Any,
     ) -> tuple[Tensor, None]:
         """Called by models: (batch, heads, rows, dim) in, (batch, rows, heads, dim) out; no attention weights exist."""
-        _refuse(dropout, query, key, others)
+        _refuse(module, dropout, query, key, others)
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        options: dict[str, Any] = dict(pattern=pattern, causal=causal, scale=scaling)
+        options: dict[str, Any] = dict(pattern=self.pattern, causal=causal, scale=scaling, ring=self.ring)
         if attention_mask is not None:
-            if isinstance(ring, rs.Ring):
-                raise ValueError("a padded batch over a ring: pack the documents into one row, and give their lengths")
-            return _unpadded(q, k, v, attention_mask, options), None
-        lengths = documents.of(position_ids, cu_seq_lens_q, over_a_ring=isinstance(ring, rs.Ring))
-        return rs.attention(q, k, v, lengths=lengths, ring=ring, seq_len=seq_len, **options), None
+            if attention_mask.dim() != 2:
+                raise ValueError(
+                    f"attention_mask of shape {tuple(attention_mask.shape)}: cannot be expressed beside a pattern; "
+                    "give one of shape (batch, rows), which says what is padding"
+                )
+            if cu_seq_lens_q is not None:
+                raise ValueError("both attention_mask and cu_seq_lens_q: packed rows have no padding; leave one out")
+            return _unpadded(q, k, v, attention_mask.bool(), position_ids, options), None
+        lengths = self._lengths(position_ids, cu_seq_lens_q)
+        return rs.attention(q, k, v, lengths=lengths, seq_len=seq_len, **options), None
 
-    return ringspan_attention
+    def mask(
+        self,
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        mask_function: Callable[..., Any] | None = None,
+        attention_mask: Tensor | None = None,
+        local_size: int | None = None,
+        use_vmap: bool = False,
+        **others: Any,
+    ) -> Tensor | None:
+        """No mask is built: causality and packing are arguments of attention. Padding stays what it was."""
+        if local_size is not None:
+            raise ValueError(
+                f"a window of {local_size} tokens: cannot be expressed beside a pattern; use its segments instead"
+            )
+        kind = getattr(mask_function, "__qualname__", "")
+        if use_vmap or "or_masks" in kind:
+            raise ValueError("this model draws a mask of its own, which cannot be expressed beside a pattern")
+        if not torch.compiler.is_compiling():
+            self.is_packed = "and_masks" in kind
+        if attention_mask is None:
+            return None
+        if self.over_a_ring:  # also if it is all ones: what is refused on one rank must be refused on all
+            raise ValueError("attention_mask over a ring: pack the documents into one row with shard(..., lengths=...)")
+        return None if bool(attention_mask.all()) else attention_mask
 
-
-class _Documents:
-    """Lengths of packed documents, worked out once for all layers of a call."""
-
-    def __init__(self) -> None:
-        self.positions: Callable[[], Tensor | None] = lambda: None
-        self.lengths: Tensor | None = None
-
-    def of(self, positions: Tensor | None, borders: Tensor | None, *, over_a_ring: bool) -> Tensor | None:
+    def _lengths(self, positions: Tensor | None, borders: Tensor | None) -> Tensor | None:
+        """Lengths of packed documents, worked out once for all layers of a call."""
         if borders is not None:
             return borders.diff().to("cpu", torch.int64)
         # Positions of a shard leap by nature, so that they tell nothing; nor can a compiler look at them.
-        if positions is None or over_a_ring or torch.compiler.is_compiling():
+        if self.over_a_ring or torch.compiler.is_compiling():
             return None
-        if self.positions() is not positions:
-            self.positions, self.lengths = weakref.ref(positions), _lengths_told_by(positions)
+        if positions is None:
+            if self.is_packed:
+                raise ValueError("packed documents, but this model keeps position_ids to itself: give cu_seq_lens_q")
+            return None
+        if positions.is_inference():  # may change unseen
+            return _lengths_told_by(positions)
+        if self.seen[0]() is not positions or self.seen[1] != positions._version:
+            self.seen, self.lengths = (weakref.ref(positions), positions._version), _lengths_told_by(positions)
         return self.lengths
 
 
@@ -112,49 +155,38 @@ def _lengths_told_by(positions: Tensor) -> Tensor | None:
     return ends.diff(prepend=ends.new_zeros(1)).to("cpu", torch.int64)
 
 
-def _refuse(dropout: float, query: Tensor, key: Tensor, others: dict[str, Any]) -> None:
+def _refuse(module: nn.Module, dropout: float, query: Tensor, key: Tensor, others: dict[str, Any]) -> None:
     if dropout:
         raise ValueError(f"dropout={dropout}: attention weights never exist here; set config.attention_dropout = 0")
+    if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
+        raise ValueError("an encoder-decoder model: attention from one sequence to another has no pattern")
     if query.shape[2] != key.shape[2]:
         raise ValueError(
             f"{query.shape[2]} queries and {key.shape[2]} keys: a cache is in use; call the model with use_cache=False"
         )
-    for name in _REFUSED:
-        if others.get(name) is not None:
-            raise ValueError(
-                f"{name}={others[name]}: cannot be expressed beside a pattern; switch it off in the config"
-            )
+    for name, value in others.items():
+        if name not in _HARMLESS and value is not None and value is not False:
+            raise ValueError(f"{name}: an argument of this model's attention that cannot be expressed beside a pattern")
 
 
-def _unpadded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: dict[str, Any]) -> Tensor:
+def _unpadded(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, positions: Tensor | None, options: dict[str, Any]
+) -> Tensor:
     """Attention of a padded batch: rows that count are packed as documents, computed, and put back; padding gets 0."""
-    lengths = mask.sum(1)
-    packed = rs.attention(*(x[mask][None] for x in (q, k, v)), lengths=lengths.to("cpu", torch.int64), **options)
+    row = torch.arange(len(mask), device=mask.device)[:, None].expand_as(mask)[mask]
+    begins = row.diff(prepend=row.new_full((1,), -1)) != 0
+    if positions is not None:
+        held = positions.expand_as(mask)[mask]
+        leaps = (held.diff(prepend=held[:1]) != 1) & ~begins
+        if held[leaps].any():
+            raise ValueError("position_ids neither run on nor begin anew at 0: documents in a row cannot be told apart")
+        begins = begins | leaps
+    borders = torch.cat([begins.nonzero().flatten(), begins.new_tensor([len(row)], dtype=torch.int64)])
+    lengths = borders.diff().to("cpu", torch.int64)
+    packed = rs.attention(*(x[mask][None] for x in (q, k, v)), lengths=lengths, **options)
     out = q.new_zeros(q.shape)
     out[mask] = packed[0]
     return out
-
-
-def _mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    mask_function: Callable[..., Any] | None = None,
-    attention_mask: Tensor | None = None,
-    local_size: int | None = None,
-    use_vmap: bool = False,
-    **others: Any,
-) -> Tensor | None:
-    """No mask is built: causality and packing are arguments of attention. Padding stays what it was, (batch, rows)."""
-    if local_size is not None:
-        raise ValueError(
-            f"a window of {local_size} tokens: cannot be expressed beside a pattern; use its segments instead"
-        )
-    if use_vmap or "or_masks" in getattr(mask_function, "__qualname__", ""):
-        raise ValueError("this model draws a mask of its own, which cannot be expressed beside a pattern")
-    if attention_mask is None or bool(attention_mask.all()):
-        return None
-    return attention_mask
 
 
 def shard(
@@ -176,6 +208,9 @@ def shard(
             the next.
     """
     n = input_ids.shape[1]
+    layout = ring.layout_of(n)
+    if not all(layout.rows_of(rank) for rank in range(ring.size)):
+        raise ValueError(f"{n} tokens over {ring.size} ranks: some would hold none, which models cannot compute")
     positions = torch.arange(n, device=input_ids.device)
     found: dict[str, Any] = {"seq_len": n, "use_cache": False}
     if lengths is not None:
@@ -205,9 +240,20 @@ def causal_lm_loss(
 ) -> Tensor:
     """The loss of a sharded batch in slices of rows: unlike the model's own, it never makes (rows x vocabulary) logits.
 
-    This rank's share of the mean, in the sense of `rs.nn.ring_cross_entropy`.
+    This rank's share of the mean, in the sense of `rs.nn.ring_cross_entropy`. Only for models whose logits are hidden
+    states times a matrix; others are refused.
     """
+    head, config = model.get_output_embeddings(), model.config  # type: ignore[operator]
+    scales = {
+        name: getattr(config, name, None) for name in ("logit_scale", "logits_scaling", "final_logit_softcapping")
+    }
+    changed = [f"{name}={value}" for name, value in scales.items() if value is not None and value != 1]
+    changed += ["a bias of the head"] if getattr(head, "bias", None) is not None else []
+    changed += ["output_router_logits"] if getattr(config, "output_router_logits", False) else []
+    if changed:
+        raise ValueError(f"{', '.join(changed)}: logits are more than a product here; use model(**batch).loss")
     inputs = {k: x for k, x in batch.items() if k not in ("labels", "shift_labels", "num_items_in_batch")}
     hidden = model.base_model(**inputs).last_hidden_state  # type: ignore[operator]
-    weight = model.get_output_embeddings().weight  # type: ignore[operator]
-    return rs.nn.ring_cross_entropy(hidden, weight, batch["shift_labels"], ring=ring, group=group, gradients=gradients)
+    return rs.nn.ring_cross_entropy(
+        hidden, head.weight, batch["shift_labels"], ring=ring, group=group, gradients=gradients
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -32,7 +33,7 @@ class Score:
     def gain_over(self, other: Score) -> tuple[float, float]:
         """Bits per byte that it is better by, and the standard error: window against window, since windows differ."""
         gains = [theirs - ours for ours, theirs in zip(self.windows, other.windows, strict=True)]
-        error = statistics.stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else 0.0
+        error = statistics.stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else math.nan
         return statistics.mean(gains), error
 
 
@@ -62,9 +63,10 @@ def score_branches(
 
     First with the shortest segments cut to a quarter and to a half; then whole, and one branch more each time.
     """
-    lengths, rates = model.config.segment_lengths, model.config.dilation_rates
-    if not lengths:
+    if not model.config.segment_lengths:
         raise ValueError("segment_lengths=(): plain attention has no branches to leave out")
+    branches = sorted(zip(model.config.segment_lengths, model.config.dilation_rates, strict=True))
+    lengths, rates = zip(*branches, strict=True)
     cuts: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((max(1, lengths[0] // k),), rates[:1]) for k in (4, 2)]
     cuts += [(lengths[:count], rates[:count]) for count in range(1, len(lengths) + 1)]
     ends = [corpus.start_of(seed, number, context) + context for number in range(windows)]
