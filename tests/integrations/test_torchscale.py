@@ -47,6 +47,8 @@ def test_what_cannot_be_loaded_is_refused(golden: Any) -> None:
     tensors, settings = golden
     with pytest.raises(ValueError, match="deepnorm=True: not supported"):
         TorchscaleConfig.of({**settings, "deepnorm": True})
+    with pytest.raises(ValueError, match="settings lack encoder_layers: give torchscale's own"):
+        TorchscaleConfig.of({name: value for name, value in settings.items() if name != "encoder_layers"})
     with pytest.raises(ValueError, match="activation_fn='swish': must be one of gelu, relu"):
         TorchscaleConfig.of({**settings, "activation_fn": "swish"})
     with pytest.raises(ValueError, match=r"prefix='slide\.': no weight begins with it"):

@@ -125,6 +125,18 @@ def test_arguments_that_cannot_be_expressed_are_refused(arguments: dict[str, Any
         logits(model_of("llama", "ringspan"), torch.randint(128, (1, 50)), **arguments)
 
 
+def test_registering_and_sharding_refuse_what_does_not_fit() -> None:
+    from ringspan.integrations.transformers import shard
+
+    with pytest.raises(TypeError, match="pattern='full': must be Dilated"):
+        register(pattern="full")  # type: ignore[arg-type]
+    tokens, ring = torch.zeros(1, 50, dtype=torch.int64), None
+    with pytest.raises(ValueError, match="add up to 49, but there are 50 tokens in a row"):
+        shard(tokens, ring=ring, lengths=(20, 29))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"labels \(1, 49\): must be \(1, 50\)"):
+        shard(tokens, tokens[:, 1:], ring=ring)  # type: ignore[arg-type]
+
+
 def test_encoder_decoders_are_refused() -> None:
     from transformers import BartConfig, BartModel
 

@@ -16,6 +16,10 @@ from torch.nn import functional as F
 import ringspan as rs
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu}
+_NEEDED = (
+    *("encoder_embed_dim", "encoder_layers", "encoder_attention_heads", "encoder_ffn_embed_dim"),
+    *("segment_length", "dilated_ratio"),
+)
 # Settings of torchscale that change what is computed, and that we do not have; each must be off.
 _REFUSED = ("deepnorm", "multiway", "xpos_rel_pos", "rel_pos_buckets", "max_rel_pos", "moe_freq")
 
@@ -43,6 +47,9 @@ class TorchscaleConfig:
         >>> config.pattern.segment_lengths, config.pattern.head_offsets
         ((16, 64), 'blocked')
         """
+        missing = [name for name in _NEEDED if name not in settings]
+        if missing:
+            raise ValueError(f"settings lack {', '.join(missing)}: give torchscale's own, as in its EncoderConfig")
         for name in _REFUSED:
             if settings.get(name):
                 raise ValueError(f"{name}={settings[name]}: not supported; only encoders without it can be loaded")

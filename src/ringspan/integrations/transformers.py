@@ -39,6 +39,8 @@ def register(*, pattern: rs.Pattern, ring: AnyRing = None, name: str = NAME) -> 
     Models keep the name, so several patterns live side by side under several names; the same name again replaces what
     it meant. Over a `Ring` every rank calls the model with its own rows: see `shard`.
     """
+    if not isinstance(pattern, (rs.Dilated, rs.Full)):
+        raise TypeError(f"pattern={pattern!r}: must be Dilated(...) or Full()")
     try:
         from transformers import AttentionInterface, AttentionMaskInterface  # noqa: PLC0415
     except ImportError as error:
@@ -208,6 +210,12 @@ def shard(
             the next.
     """
     n = input_ids.shape[1]
+    if lengths is not None and sum(lengths) != n:
+        raise ValueError(f"lengths={lengths}: add up to {sum(lengths)}, but there are {n} tokens in a row; fill it")
+    if labels is not None and labels.shape != input_ids.shape:
+        raise ValueError(
+            f"labels {tuple(labels.shape)}: must be {tuple(input_ids.shape)}, one for each token, unshifted"
+        )
     layout = ring.layout_of(n)
     if not all(layout.rows_of(rank) for rank in range(ring.size)):
         raise ValueError(f"{n} tokens over {ring.size} ranks: some would hold none, which models cannot compute")

@@ -44,14 +44,7 @@ def score_contexts(
 
     All contexts are scored on the same bytes, so that what differs between them is the context alone.
     """
-    if scored < 1:
-        raise ValueError(f"scored={scored}: must be at least 1")
-    if min(contexts) < scored:
-        raise ValueError(f"contexts={contexts}: each must be at least {scored}, the number of bytes that are scored")
-    if windows < 1:
-        raise ValueError(f"windows={windows}: must be at least 1")
-    longest = max(contexts)
-    ends = [corpus.start_of(seed, number, longest) + longest for number in range(windows)]
+    ends = _ends(corpus, contexts, windows, scored, seed)
     for context in sorted(contexts):
         yield _score(model, corpus, ends, context, scored)
 
@@ -69,12 +62,24 @@ def score_branches(
     lengths, rates = zip(*branches, strict=True)
     cuts: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((max(1, lengths[0] // k),), rates[:1]) for k in (4, 2)]
     cuts += [(lengths[:count], rates[:count]) for count in range(1, len(lengths) + 1)]
-    ends = [corpus.start_of(seed, number, context) + context for number in range(windows)]
+    ends = _ends(corpus, [context], windows, scored, seed)
     for segment_lengths, dilation_rates in cuts:
         config = replace(model.config, segment_lengths=segment_lengths, dilation_rates=dilation_rates)
         cut = LongNet(config).to(model.embedding.weight)
         cut.load_state_dict(model.state_dict())
         yield _score(cut, corpus, ends, context, scored)
+
+
+def _ends(corpus: Corpus, contexts: list[int], windows: int, scored: int, seed: int) -> list[int]:
+    """Where windows end that leave room for the longest context."""
+    if scored < 1:
+        raise ValueError(f"scored={scored}: must be at least 1")
+    if min(contexts) < scored:
+        raise ValueError(f"contexts={contexts}: each must be at least {scored}, the number of bytes that are scored")
+    if windows < 1:
+        raise ValueError(f"windows={windows}: must be at least 1")
+    longest = max(contexts)
+    return [corpus.start_of(seed, number, longest) + longest for number in range(windows)]
 
 
 def _score(model: LongNet, corpus: Corpus, ends: list[int], context: int, scored: int) -> Score:
