@@ -50,7 +50,7 @@ def parcel_contents(plans: list[RankPlan], layout: Layout) -> dict[Parcel, dict[
     return contents
 
 
-@settings(max_examples=200)
+@settings(max_examples=300)
 @given(rings())
 def test_every_pair_is_computed_once_by_one_rank(ring: tuple) -> None:  # type: ignore[type-arg]
     plans, layout, wanted = ring
@@ -74,7 +74,7 @@ def test_every_pair_is_computed_once_by_one_rank(ring: tuple) -> None:  # type: 
     assert sum(plan.pairs for plan in plans) == sum(wanted.values())
 
 
-@settings(max_examples=200)
+@settings(max_examples=300)
 @given(rings())
 def test_what_is_awaited_is_sent_and_only_where_it_is_needed(ring: tuple) -> None:  # type: ignore[type-arg]
     plans, layout, _ = ring

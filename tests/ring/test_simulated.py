@@ -17,7 +17,7 @@ from tests.strategies import held_heads, lengths, patterns
 pytestmark = pytest.mark.filterwarnings("ignore:.*selects row")
 
 
-@settings(max_examples=120)
+@settings(max_examples=250)
 @given(st.data())
 def test_equals_the_oracle(data: st.DataObject) -> None:
     sizes = data.draw(lengths(longest=60))
