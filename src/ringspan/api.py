@@ -12,6 +12,7 @@ from torch import Tensor
 from ringspan import kernels
 from ringspan.geometry import Dilated, Documents, Full, Pattern, as_int
 from ringspan.op import attention_op
+from ringspan.order import FoldedOrder, Order
 from ringspan.ring import Ring, SimulatedRing
 
 Lengths = Sequence[int] | Tensor
@@ -27,6 +28,7 @@ def attention(
     causal: bool = ...,
     scale: float | None = ...,
     lengths: Lengths | None = ...,
+    order: Order | None = ...,
     return_lse: Literal[False] = ...,
     kernel: str | None = ...,
     ring: Ring | SimulatedRing | None = ...,
@@ -44,6 +46,7 @@ def attention(
     causal: bool = ...,
     scale: float | None = ...,
     lengths: Lengths | None = ...,
+    order: Order | None = ...,
     return_lse: Literal[True],
     kernel: str | None = ...,
     ring: Ring | SimulatedRing | None = ...,
@@ -60,6 +63,7 @@ def attention(
     causal: bool = False,
     scale: float | None = None,
     lengths: Lengths | None = None,
+    order: Order | None = None,
     return_lse: bool = False,
     kernel: str | None = None,
     ring: Ring | SimulatedRing | None = None,
@@ -77,6 +81,10 @@ def attention(
         lengths: packed documents: the row dimension holds sequences of these lengths end to end, each with
             positions of its own. A sequence of ints or, so that torch.compile need not compile anew when they
             change, an int64 tensor.
+        order: the order in which the pattern sees the rows: `rs.Hilbert(shape)` and its like; results come back in the
+            order of the inputs. Without causality this is undo(attention(apply(q), apply(k), apply(v))). With it, only
+            a folded order (`rs.Hilbert.folded`): the pattern sees rows along the curve, and no query a later row.
+            Packed documents are ordered each by itself.
         return_lse: also return the log-sum-exp of the scores, (batch, heads, seq); differentiable too.
         kernel: the name of a kernel (`ringspan.kernels.names()`); by default the best for device and dtype.
         ring: spreads the sequence over devices. With a `Ring`, q, k and v are this rank's rows (`Ring.split_sequence`),
@@ -102,6 +110,7 @@ def attention(
     name = _kernel_name(kernel, q)
     if not isinstance(causal, bool):
         raise TypeError(f"causal={causal!r}: must be True or False")
+    _check_order(order, causal)
     if ring is not None and not isinstance(ring, (Ring, SimulatedRing)):
         raise TypeError(
             f"ring is a {type(ring).__name__}: must be a Ring or a SimulatedRing; make one with Ring(group)"
@@ -113,7 +122,10 @@ def attention(
     factor = q.shape[-1] ** -0.5 if scale is None else _finite("scale", scale)
     needs = [torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)]
     ring_name = "" if ring is None else ring.name
-    out, lse, _ = attention_op(q, k, v, packed, pattern.text, causal, factor, name, ring_name, seq_len, needs)
+    order_text = "" if order is None else order.text
+    out, lse, _ = attention_op(
+        q, k, v, packed, pattern.text, order_text, causal, factor, name, ring_name, seq_len, needs
+    )
     return (out, lse) if return_lse else out
 
 
@@ -154,6 +166,19 @@ def _check_pattern(pattern: Any, kv_heads: int) -> None:
     if not isinstance(pattern, (Full, Dilated)):
         raise TypeError(f"pattern={pattern!r}: must be Dilated(segment_lengths, dilation_rates) or Full()")
     pattern.check_heads(kv_heads)
+
+
+def _check_order(order: Any, causal: bool) -> None:
+    if order is None:
+        return
+    if not isinstance(order, Order):
+        raise TypeError(f"order={order!r}: must be an order such as Hilbert(shape) or Hilbert.folded(segment_length)")
+    if causal and not isinstance(order, FoldedOrder):
+        raise ValueError(
+            f"order={order!r} with causal=True: later rows would come before earlier ones. If causality is meant along "
+            "the curve, order the data once, before the model and before the split, and call attention without order=; "
+            "for a sequence without a grid use Hilbert.folded(segment_length)"
+        )
 
 
 def _kernel_name(kernel: str | None, q: Tensor) -> str:

@@ -30,7 +30,7 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 def walk_forward(
     plan: RankPlan, mail: Mail, q: Tensor, k: Tensor, v: Tensor, *, scale: float, kernel: Kernel
 ) -> Generator[Flight, None, tuple[Tensor, Tensor]]:
-    """Output (batch, rows, heads, dim) in the dtype of q, and lse (batch, heads, rows) in the accumulation dtype."""
+    """Output (batch, rows, heads, dim) and lse (batch, heads, rows), both in the accumulation dtype."""
     q, k, v = (_with_dense_rows(x) for x in (q, k, v))
     wide = accumulation_dtype(q.dtype)
     batch, rows, heads, dim = q.shape
@@ -56,7 +56,7 @@ def walk_forward(
 
     with mail.counters.holding(q, k, v, out, lse):
         yield from travel(plan, mail, k, v, compute)
-    return out.to(q.dtype), lse
+    return out, lse
 
 
 def walk_backward(
@@ -74,7 +74,7 @@ def walk_backward(
     kernel: Kernel,
     needs: Needs,
 ) -> Generator[Flight, None, Gradients]:
-    """Gradients of q, k and v in the input dtype; None for those that nobody needs.
+    """Gradients of q, k and v in the accumulation dtype; None for those that nobody needs.
 
     The gradient of a parcel goes straight back to its owner, after each hop, while the next one is computed.
     """
@@ -136,7 +136,7 @@ def walk_backward(
             yield from come_home()
     finally:
         buffers.release()
-    return tuple(None if grad is None else grad.to(q.dtype) for grad in (dq, dk, dv))  # type: ignore[return-value]
+    return dq, dk, dv
 
 
 def _calls(

@@ -1,6 +1,6 @@
 """The engine as one registered operator, so that torch.compile takes it whole and checkpointing can keep it.
 
-Operators take tensors and plain values only: the pattern travels as its text, packed lengths as an int64
+Operators take tensors and plain values only: pattern and order travel as their texts, packed lengths as an int64
 tensor (so that new lengths do not recompile), kernel and ring as their names.
 """
 
@@ -8,38 +8,28 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ringspan import kernels
+from ringspan.call import Call
 from ringspan.engine import walk_backward, walk_forward
-from ringspan.geometry import Documents, Pattern, parse_pattern, unselected_row
-from ringspan.layout import Layout
-from ringspan.planning import Hop, Passing, RankPlan, plan_rank
+from ringspan.geometry import Pattern, parse_pattern, unselected_row
+from ringspan.order import parse_order
 from ringspan.ring.notes import digest
 from ringspan.ring.players import Players
 from ringspan.ring.registry import find
 from ringspan.ring.simulated import ALONE
+from ringspan.softmax import merge_
 
 Values = tuple[Any, ...]
 
 
 def _players(ring: str) -> Players:
     return find(ring) if ring else ALONE
-
-
-def _plan(
-    rank: int, layout: Layout, k: Tensor, lengths: Tensor | None, pattern: str, causal: bool, passing: Passing
-) -> RankPlan:
-    documents = Documents((layout.rows,) if lengths is None else tuple(lengths.tolist()))
-    documents.check_rows(layout.rows)
-    if k.shape[0] == 0:  # an empty batch: nothing to compute and nothing to send
-        return RankPlan(rank, layout.rows_of(rank), k.shape[2], (Hop(),), ())
-    return plan_rank(parse_pattern(pattern), documents, layout, rank, k.shape[2], causal, passing)
 
 
 def _note(q: Tensor, k: Tensor, lengths: Tensor | None, needs: Sequence[bool], **values: Any) -> dict[str, Any]:
@@ -53,13 +43,6 @@ def _note(q: Tensor, k: Tensor, lengths: Tensor | None, needs: Sequence[bool], *
         "who needs gradients (q, k, v)": tuple(needs),
         **{name: digest(str(value)) for name, value in values.items()},
     }
-
-
-def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """The dtypes of a walk are chosen: under autocast its fp32 products would be cast down again."""
-    if not torch.amp.is_autocast_available(x.device.type):
-        return nullcontext()
-    return torch.autocast(x.device.type, enabled=False)
 
 
 @lru_cache(maxsize=256)
@@ -80,6 +63,7 @@ def attention_op(
     v: Tensor,
     lengths: Tensor | None,
     pattern: str,
+    order: str,
     causal: bool,
     scale: float,
     kernel: str,
@@ -90,23 +74,23 @@ def attention_op(
     """Output, lse, and the length of the whole sequence as the ranks agreed on it."""
     players = _players(ring)
     layout = players.agree(
-        q.shape[1], lambda: _note(q, k, lengths, needs, pattern=pattern, causal=causal, scale=scale), seq_len, q
+        q.shape[1],
+        lambda: _note(q, k, lengths, needs, pattern=pattern, order=order, causal=causal, scale=scale),
+        seq_len,
+        q,
     )
     _warn_if_unselected(parse_pattern(pattern), layout.rows, k.shape[2])
-    walks = [
-        walk_forward(
-            _plan(rank, layout, k, lengths, pattern, causal, players.passing),
-            mail,
-            *tensors,
-            scale=scale,
-            kernel=kernels.get(kernel),
-        )
-        for rank, mail, tensors in players.deal(layout, [(q, 1), (k, 1), (v, 1)])
-    ]
-    with _without_autocast(q):
-        outs, lses = zip(*players.run(walks), strict=True)
+    call = Call.of(players, layout, k, lengths, pattern, order, causal)
+    start = partial(walk_forward, scale=scale, kernel=kernels.get(kernel))
+    ranks: list[list[Any]] = []
+    for one in call.passes:
+        parts = call.walk(one, [(q, 1), (k, 1), (v, 1)], start, row_dims=(1, 2))
+        for (out, lse), (part, part_lse) in zip(ranks, parts, strict=False):
+            merge_(out.transpose(1, 2), lse, part.transpose(1, 2), part_lse)
+        ranks = ranks or parts
+    outs, lses = zip(*ranks, strict=True)
     return (
-        players.collect(layout, list(outs), 1),
+        players.collect(layout, [out.to(q.dtype) for out in outs], 1),
         players.collect(layout, list(lses), 2),
         torch.tensor(layout.rows, dtype=torch.int64),
     )
@@ -131,6 +115,7 @@ def attention_backward_op(
     whole_rows: Tensor,
     lengths: Tensor | None,
     pattern: str,
+    order: str,
     causal: bool,
     scale: float,
     kernel: str,
@@ -140,22 +125,22 @@ def attention_backward_op(
     """Gradients of q, k and v; an empty tensor for each that nobody needs."""
     players = _players(ring)
     layout = players.agree(q.shape[1], dict, int(whole_rows), q)
-    need_q, need_k, need_v = needs
+    call = Call.of(players, layout, k, lengths, pattern, order, causal)
     tensors = [(grad_out, 1), (grad_lse, 2), (q, 1), (k, 1), (v, 1), (out, 1), (lse, 2)]
-    walks = [
-        walk_backward(
-            _plan(rank, layout, k, lengths, pattern, causal, players.passing),
-            mail,
-            *parts,
-            scale=scale,
-            kernel=kernels.get(kernel),
-            needs=(need_q, need_k, need_v),
-        )
-        for rank, mail, parts in players.deal(layout, tensors)
-    ]
-    with _without_autocast(q):
-        found = list(zip(*players.run(walks), strict=True))
-    dq, dk, dv = (q.new_empty(0) if g[0] is None else players.collect(layout, list(g), 1) for g in found)
+    need_q, need_k, need_v = needs
+    start = partial(walk_backward, scale=scale, kernel=kernels.get(kernel), needs=(need_q, need_k, need_v))
+    ranks: list[list[Any]] = []
+    for one in call.passes:
+        shares = call.walk(one, tensors, start, row_dims=(1, 1, 1))
+        for total, share in zip(ranks, shares, strict=False):
+            for grad, more in zip(total, share, strict=True):
+                if grad is not None:
+                    grad.add_(more)
+        ranks = ranks or shares
+    dq, dk, dv = (
+        players.collect(layout, [grad.to(q.dtype) for grad in grads], 1) if need else q.new_empty(0)
+        for grads, need in zip(zip(*ranks, strict=True), needs, strict=True)
+    )
     return dq, dk, dv
 
 
@@ -173,7 +158,8 @@ def _keep_for_backward(ctx: Any, inputs: Values, output: tuple[Tensor, Tensor, T
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *output, *(() if lengths is None else (lengths,)))
     ctx.values, ctx.needs = values, needs
-    ctx.players = _players(values[-1])  # a ring that nobody else keeps lives until backward is done
+    # A ring or an order that nobody else keeps lives until backward is done.
+    ctx.kept = _players(values[-1]), parse_order(values[1]) if values[1] else None
 
 
 def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: None) -> Values:

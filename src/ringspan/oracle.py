@@ -12,12 +12,22 @@ import torch
 from torch import Tensor
 
 from ringspan.geometry import Full, Pattern
+from ringspan.order import Order
+from ringspan.order.protocol import rows_and_places
 
 
 def multiplicity(
-    pattern: Pattern, n: int, kv_heads: int, *, causal: bool = False, lengths: Sequence[int] | None = None
+    pattern: Pattern,
+    n: int,
+    kv_heads: int,
+    *,
+    causal: bool = False,
+    lengths: Sequence[int] | None = None,
+    order: Order | None = None,
 ) -> Tensor:
     """m(p, t) for each KV head: (kv_heads, n, n), int64. In how many branches query p sees key t.
+
+    Under an order the pattern holds along the curve, and causality in the sequence.
 
     >>> from ringspan import Dilated
     >>> multiplicity(Dilated((4, 8), (1, 2)), 16, 2)[1, 5].tolist()
@@ -26,6 +36,8 @@ def multiplicity(
     sizes = torch.tensor([n] if lengths is None else list(lengths))
     document = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
     position = torch.arange(n) - (sizes.cumsum(0) - sizes)[document]
+    places = [rows_and_places(order, size)[1] for size in sizes.tolist() if size] if order else []
+    place = torch.cat(places) if places else position  # along the curve, in each document
     allowed = document[:, None] == document[None, :]
     if causal:
         allowed &= position[None, :] <= position[:, None]
@@ -35,7 +47,7 @@ def multiplicity(
     count = torch.zeros(kv_heads, n, n, dtype=torch.int64)
     total_heads = pattern.total_heads or kv_heads
     for w, r in zip(pattern.segment_lengths, pattern.dilation_rates, strict=True):
-        x = position + pattern.shift
+        x = place + pattern.shift
         same_segment = (x // w)[:, None] == (x // w)[None, :]
         for head in range(kv_heads):
             c = pattern.first_head + head
@@ -54,11 +66,12 @@ def dense_attention(
     causal: bool = False,
     scale: float | None = None,
     lengths: Sequence[int] | None = None,
+    order: Order | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output (batch, seq, heads, dim) and lse (batch, heads, seq), computed in the dtype of the inputs."""
     n, heads, dim = q.shape[1:]
     kv_heads = k.shape[2]
-    count = multiplicity(pattern, n, kv_heads, causal=causal, lengths=lengths)
+    count = multiplicity(pattern, n, kv_heads, causal=causal, lengths=lengths, order=order)
     count = count.repeat_interleave(heads // kv_heads, dim=0).to(q)
     k, v = (x.repeat_interleave(heads // kv_heads, dim=2) for x in (k, v))
     scores = torch.einsum("bphd,bthd->bhpt", q, k) * (dim**-0.5 if scale is None else scale) + count.log()

@@ -2,16 +2,22 @@
 
 from ringspan.api import attention
 from ringspan.geometry import Dilated, Full, Pattern
+from ringspan.order import Hilbert, Morton, Order, RowMajor, Snake
 from ringspan.prices import best_layout, plan
 from ringspan.ring import Ring, RingError, SimulatedRing
 
 __all__ = [
     "Dilated",
     "Full",
+    "Hilbert",
+    "Morton",
+    "Order",
     "Pattern",
     "Ring",
     "RingError",
+    "RowMajor",
     "SimulatedRing",
+    "Snake",
     "attention",
     "best_layout",
     "plan",

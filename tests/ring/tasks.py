@@ -106,6 +106,44 @@ def random_cases_equal_the_oracle() -> None:
         check_case(rings[case % 4], tensors, options, n if random.random() < 0.5 else None)
 
 
+def folded_orders_equal_the_oracle() -> None:
+    size = dist.get_world_size()
+    for case in range(16):
+        ring = rs.Ring(layout=random.choice(["contiguous", "zigzag"]), passing=random.choice(["relay", "direct"]))
+        fold = random.randint(1, 9)
+        n = 2 * size * fold * random.randint(1, 2)
+        cut = fold * random.randint(0, n // fold)
+        pattern = rs.Dilated([random.randint(1, 30), random.randint(1, 60)], [1, random.randint(1, 4)])
+        options = dict(pattern=pattern, causal=case % 2 == 0, lengths=(cut, n - cut), order=rs.Hilbert.folded(fold))
+        check_case(ring, inputs(1, n, random.randint(1, 3), random.randint(1, 2), 4), options)
+
+
+def orders_are_refused_where_they_cross_ranks() -> None:
+    ring = rs.Ring(layout="contiguous")
+    q, k, v = (ring.split_sequence(x.detach()) for x in inputs(1, 64, 1, 1, 4))
+    for order in (rs.Hilbert((8, 8)), rs.Hilbert.folded(60)):
+        with pytest.raises(ValueError, match="order the data once, before the model and before the split"):
+            rs.attention(q, k, v, pattern=rs.Dilated((16,), (1,)), order=order, ring=ring)
+    order = rs.Hilbert.folded(1 + ring.rank)
+    with pytest.raises(rs.RingError, match="order"):
+        rs.attention(q, k, v, pattern=rs.Dilated((16,), (1,)), order=order, ring=ring)
+
+
+def order_once_then_split() -> None:
+    """The recipe of docs/hilbert.md, for an image and a volume: apply, split, positions, model, gather, undo."""
+    for shape in ((8, 12), (4, 4, 6)):
+        order, n = rs.Hilbert(shape), rs.Hilbert(shape).period
+        rotary, pattern = rs.nn.GridRotary(shape, dim=8), rs.Dilated((16, n), (1, 4))
+        x = torch.randn(1, n, 2, 8, dtype=torch.float64)
+        whole = rotary(x)
+        wanted = rs.attention(whole, whole, x, pattern=pattern, order=order)
+        ring = rs.Ring(layout="contiguous")
+        mine = ring.split_sequence(order.apply(x))
+        turned = rotary(mine, order.coordinates[ring.positions(n)])
+        out = rs.attention(turned, turned, mine, pattern=pattern, ring=ring, seq_len=n)
+        close(order.undo(ring.gather_sequence(out)), wanted)
+
+
 def lower_precision() -> None:
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)):
         q, k, v = inputs(1, 130, 2, 2, 16, dtype=dtype)
@@ -315,6 +353,9 @@ def nothing_leaks() -> None:
 
 FOR_ALL = [
     "random_cases_equal_the_oracle",
+    "folded_orders_equal_the_oracle",
+    "orders_are_refused_where_they_cross_ranks",
+    "order_once_then_split",
     "lower_precision",
     "splitting_gathering_and_positions",
     "modules_over_a_ring",

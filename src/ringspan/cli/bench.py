@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ringspan.cli.bench_hilbert import bench_hilbert
 from ringspan.cli.bench_values import read_bytes, read_layout, read_lengths
 from ringspan.cli.options import AsJson, Dim, Heads, read_as, read_counts, read_dtype, read_pattern
 
@@ -22,14 +23,22 @@ if TYPE_CHECKING:
     from ringspan.bench.trials import Trial
 
 _SHARE_OF_FREE_MEMORY = 0.8
+_STUDIES = ("hilbert",)
 _NOT_FOR_SUITES = (
     *("tokens", "ranks", "pattern", "causal", "layout", "dtype", "heads", "dim", "forward_only", "peers", "rounds"),
     *("time_limit", "threads"),
 )
+_NOT_FOR_STUDIES = (*(name for name in _NOT_FOR_SUITES if name != "threads"), "suite", "memory", "fresh", "dry_run")
 
 
 def bench(
     context: typer.Context,
+    study: Annotated[
+        str,
+        typer.Argument(
+            metavar="[STUDY]", help="A study instead: hilbert asks what orders cost and buy.", show_default=False
+        ),
+    ] = "",
     tokens: Annotated[
         str, typer.Option("--tokens", "-n", metavar="COUNTS", help="Lengths with commas, or doubling: 4k..32k.")
     ] = "4k..32k",
@@ -75,7 +84,7 @@ def bench(
         str, typer.Option(metavar="NAME", help="A fixed set of cases: results writes docs/results.md.")
     ] = "",
     quick: Annotated[
-        bool, typer.Option("--quick", help="With --suite: tiny lengths, to see that it all runs.")
+        bool, typer.Option("--quick", help="With --suite or a study: tiny sizes, to see that it all runs.")
     ] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure everything anew, instead of going on.")] = False,
     dry_run: Annotated[
@@ -100,6 +109,8 @@ def bench(
     `ringspan bench --tokens 512k --rounds 1 --time-limit 900`
 
     `ringspan bench --suite results --quick`
+
+    `ringspan bench hilbert --quick`
     """
     from rich.console import Console  # noqa: PLC0415
 
@@ -110,6 +121,10 @@ def bench(
     from ringspan.geometry import Full  # noqa: PLC0415
 
     progress = Console(stderr=True)
+    if study:
+        _check_study(context, study)
+        bench_hilbert(progress, out, _command_line(), quick=quick, threads=threads, as_json=as_json)
+        return
     budget = read_as("--memory", read_bytes, memory) if memory else _free_share()
     if suite or quick:
         _check_suite(context, suite)
@@ -285,6 +300,15 @@ def _check_suite(context: typer.Context, suite: str) -> None:
     if given:
         options = ", ".join("--" + name.replace("_", "-") for name in given)
         raise typer.BadParameter(f"a suite has its own: leave out {options}, or --suite", param_hint="--suite")
+
+
+def _check_study(context: typer.Context, study: str) -> None:
+    if study not in _STUDIES:
+        raise typer.BadParameter(f"{study!r}: must be {' or '.join(_STUDIES)}", param_hint="STUDY")
+    given = [name for name in _NOT_FOR_STUDIES if _was_given(context, name)]
+    if given:
+        options = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise typer.BadParameter(f"a study has its own: leave out {options}", param_hint="STUDY")
 
 
 def _was_given(context: typer.Context, name: str) -> bool:

@@ -1,9 +1,19 @@
-"""Pictures: who sees what, who computes what, and when. Need matplotlib (``pip install 'ringspan[plot]'``)."""
+"""Pictures: who sees what, who computes what, when, and in which order. Need matplotlib (ringspan[plot])."""
 
 from ringspan.draw.files import draw_plans, save_figure
+from ringspan.draw.order import draw_orders
 from ringspan.draw.pattern import draw_pattern
 from ringspan.draw.scale import scaled_down
 from ringspan.draw.schedule import draw_schedule
 from ringspan.draw.work import draw_work, pairs_by_hop
 
-__all__ = ["draw_pattern", "draw_plans", "draw_schedule", "draw_work", "pairs_by_hop", "save_figure", "scaled_down"]
+__all__ = [
+    "draw_orders",
+    "draw_pattern",
+    "draw_plans",
+    "draw_schedule",
+    "draw_work",
+    "pairs_by_hop",
+    "save_figure",
+    "scaled_down",
+]

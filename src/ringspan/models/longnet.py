@@ -18,9 +18,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import ringspan as rs
 from ringspan.models.config import LongNetConfig
-from ringspan.models.rotary import angles, rotate
 from ringspan.models.saving import load_weights, save_weights
 from ringspan.nn.cross_entropy import Gradients
+from ringspan.nn.rotary import angles, rotate
 
 
 @dataclass(frozen=True)

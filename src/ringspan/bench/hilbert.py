@@ -1,0 +1,153 @@
+"""The study of orders behind docs/hilbert.md: what an order costs, what locality it buys, and what travels in a ring.
+
+Everything is measured here and nothing is concluded: `hilbert_page` writes the tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ringspan as rs
+from ringspan.bench.locality import rows_that_travel, share_of_neighbours_seen, shortest_segment
+from ringspan.bench.permutation import permutation_times
+from ringspan.bench.turns import Clock, with_gradients, without_gradients
+from ringspan.order import GridOrder
+
+ORDERS: Mapping[str, type[GridOrder]] = {
+    "row-major": rs.RowMajor,
+    "snake": rs.Snake,
+    "Morton": rs.Morton,
+    "Hilbert": rs.Hilbert,
+}
+Announce = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The sizes of the study."""
+
+    grid: tuple[int, int] = (1024, 1024)
+    radius: float = 8
+    share: float = 0.80
+    equal_segments: tuple[int, ...] = (256, 1024, 4096, 16384)
+    grid_heads: int = 4
+    grid_dim: int = 32
+    ring_sizes: tuple[int, ...] = (4, 16, 64)
+    lengths: tuple[int, ...] = (8192, 32768)
+    pattern: rs.Dilated = field(default_factory=lambda: rs.Dilated((2048, 4096, 8192), (1, 2, 4)))
+    fold: int = 2048
+    heads: int = 8
+    dim: int = 64
+    rounds: int = 5
+    grid_rounds: int = 3
+
+
+QUICK = Scale(
+    grid=(32, 32),
+    radius=2,
+    equal_segments=(16, 64),
+    ring_sizes=(4,),
+    lengths=(256,),
+    pattern=rs.Dilated((64, 128), (1, 2)),
+    fold=64,
+    heads=2,
+    dim=16,
+    rounds=2,
+    grid_rounds=2,
+)
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What was found. Times are seconds of each round, by what was timed."""
+
+    scale: Scale
+    folded: list[dict[str, Any]]
+    shares: dict[str, dict[int, float]]
+    shortest: dict[str, int]
+    shortest_seconds: dict[str, list[float]]
+    travelling: dict[str, dict[int, list[int]]]
+    permutation: list[dict[str, Any]]
+    curve_seconds: list[float]
+    most_foreign_cores: float
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def study(scale: Scale, announce: Announce) -> Findings:
+    """Measure everything."""
+    clock = Clock()
+    torch.manual_seed(0)
+    orders = {name: order(scale.grid) for name, order in ORDERS.items()}
+    announce("folded orders: with and without")
+    folded = list(_folded(scale, clock))
+    announce("who sees his neighbours")
+    shares = {
+        name: {w: share_of_neighbours_seen(order, w, scale.radius) for w in scale.equal_segments}
+        for name, order in orders.items()
+    }
+    announce(f"the shortest segment with a share of {scale.share}")
+    shortest = {name: shortest_segment(order, scale.share, scale.radius) for name, order in orders.items()}
+    announce("what travels in a ring")
+    travelling = {
+        name: {k: rows_that_travel(order, k, scale.radius) for k in scale.ring_sizes} for name, order in orders.items()
+    }
+    announce("the time to make a curve")
+    curve = clock.in_turns({"curve": lambda: rs.Hilbert(scale.grid).visit()}, scale.rounds)["curve"]
+    announce("the time of attention at that share")
+    tensors = _grid_tensors(scale)
+    seconds = clock.in_turns(
+        {name: _attend(tensors, shortest[name], orders[name]) for name in orders}, scale.grid_rounds, warm=False
+    )
+    announce("the time of the permutation")
+    del tensors
+    permutation = list(_permutation(scale, shortest["Hilbert"], clock))
+    return Findings(scale, folded, shares, shortest, seconds, travelling, permutation, curve, clock.most_foreign_cores)
+
+
+def _folded(scale: Scale, clock: Clock) -> Iterator[dict[str, Any]]:
+    """The same pattern with and without a folded order, forward and backward."""
+    for n in scale.lengths:
+        for causal in (False, True):
+            tensors = [torch.randn(1, n, scale.heads, scale.dim, requires_grad=True) for _ in range(3)]
+            grad = torch.randn(1, n, scale.heads, scale.dim)
+            calls: dict[str, Callable[[], object]] = {}
+            for name, order in (("without", None), ("with", rs.Hilbert.folded(scale.fold))):
+                options: dict[str, Any] = dict(pattern=scale.pattern, causal=causal, order=order)
+                calls[f"forward {name}"] = without_gradients(tensors, options)
+                calls[f"both {name}"] = with_gradients(tensors, grad, options)
+            yield dict(n=n, causal=causal, seconds=clock.in_turns(calls, scale.rounds))
+
+
+def _permutation(scale: Scale, segment: int, clock: Clock) -> Iterator[dict[str, Any]]:
+    """In a process that gives memory back, and in one that keeps it."""
+    for keeps_memory in (False, True):
+        found = permutation_times(
+            scale.grid,
+            scale.grid_heads,
+            scale.grid_dim,
+            segment,
+            scale.grid_rounds,
+            torch.get_num_threads(),
+            keeps_memory=keeps_memory,
+        )
+        clock.most_foreign_cores = max(clock.most_foreign_cores, found["most_foreign_cores"])
+        for mode, seconds in found["seconds"].items():
+            yield dict(keeps_memory=keeps_memory, mode=mode, seconds=seconds)
+
+
+def _grid_tensors(scale: Scale) -> list[Tensor]:
+    rows = scale.grid[0] * scale.grid[1]
+    return [torch.randn(1, rows, scale.grid_heads, scale.grid_dim) for _ in range(3)]
+
+
+def _attend(tensors: list[Tensor], segment: int, order: GridOrder) -> Callable[[], object]:
+    """Attention with one branch; rows that lie in row-major order need no permutation."""
+    wanted = None if isinstance(order, rs.RowMajor) else order
+    return without_gradients(tensors, dict(pattern=rs.Dilated((segment,), (1,)), order=wanted))

@@ -1,0 +1,26 @@
+"""In which order rows lie: curves through grids, point clouds and folded segments; permutations and their inverses."""
+
+from ringspan.order.folded import FoldedOrder
+from ringspan.order.grid import GridOrder, Hilbert, Morton, RowMajor, Snake
+from ringspan.order.passes import Arrangement, Pass, check_fits, passes
+from ringspan.order.points import PointOrder
+from ringspan.order.protocol import Order
+from ringspan.order.reorder import reorder_op
+from ringspan.order.text import parse_order
+
+__all__ = [
+    "Arrangement",
+    "FoldedOrder",
+    "GridOrder",
+    "Hilbert",
+    "Morton",
+    "Order",
+    "Pass",
+    "PointOrder",
+    "RowMajor",
+    "Snake",
+    "check_fits",
+    "parse_order",
+    "passes",
+    "reorder_op",
+]

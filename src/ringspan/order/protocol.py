@@ -1,0 +1,96 @@
+"""What every order of rows can do: a permutation, its inverse, and both applied to tensors."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+
+class Order(ABC):
+    """An order in which rows lie. Immutable, hashable, and equal to any other that orders alike.
+
+    ``permutation[i]`` is the row that comes at place i, ``inverse[row]`` the place of a row; both int64, on the CPU,
+    and shared by everyone who asks: not to be written to. An order repeats after ``period`` rows.
+    """
+
+    @property
+    @abstractmethod
+    def text(self) -> str:
+        """The order as one line that `parse_order` reads back."""
+
+    @property
+    @abstractmethod
+    def period(self) -> int:
+        """After how many rows the order begins anew."""
+
+    @abstractmethod
+    def visit(self, device: torch.device | str | None = None) -> Tensor:
+        """The rows of one period in this order, made anew."""
+
+    @abstractmethod
+    def check_length(self, length: int) -> None:
+        """Raise unless a sequence of this many rows can be ordered."""
+
+    @property
+    def permutation(self) -> Tensor:
+        """Of one period: the row at each place."""
+        return rows_and_places(self, self.period)[0]
+
+    @property
+    def inverse(self) -> Tensor:
+        """Of one period: the place of each row."""
+        return rows_and_places(self, self.period)[1]
+
+    def apply(self, x: Tensor, dim: int = 1) -> Tensor:
+        """``x`` with its rows (dimension ``dim``) in this order. Differentiable.
+
+        >>> import ringspan as rs
+        >>> rs.Hilbert((2, 2)).apply(torch.tensor([[1, 2, 3, 4]])).tolist()
+        [[1, 2, 4, 3]]
+        """
+        return self._reorder(x, dim, back=False)
+
+    def undo(self, x: Tensor, dim: int = 1) -> Tensor:
+        """The inverse of `apply`. Differentiable."""
+        return self._reorder(x, dim, back=True)
+
+    def _reorder(self, x: Tensor, dim: int, *, back: bool) -> Tensor:
+        if not -x.dim() <= dim < x.dim():
+            raise ValueError(f"dim={dim}: x has shape {tuple(x.shape)}; say which of its dimensions are the rows")
+        self.check_length(x.shape[dim])
+        reordered: Tensor = torch.ops.ringspan.reorder(x, self.text, dim % x.dim(), back)
+        return reordered
+
+
+@lru_cache(maxsize=32)
+def rows_and_places(order: Order, length: int, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:
+    """The permutation of ``length`` rows and its inverse: whole periods, and what there is of the last one."""
+    order.check_length(length)
+    with torch.inference_mode(False):  # kept for everyone: not what the first one happens to be doing
+        one = order.visit(device or "cpu")
+        whole, rest = divmod(length, order.period)
+        starts = torch.arange(whole, device=one.device) * order.period
+        rows = torch.cat([(starts[:, None] + one).flatten(), one[one < rest] + whole * order.period])
+        return rows, places_of(rows)
+
+
+def places_of(rows: Tensor) -> Tensor:
+    """The inverse of a permutation.
+
+    >>> places_of(torch.tensor([2, 0, 1])).tolist()
+    [1, 2, 0]
+    """
+    places = torch.empty_like(rows)
+    places[rows] = torch.arange(len(rows), device=rows.device)
+    return places
+
+
+def take_rows(x: Tensor, dim: int, rows: Tensor) -> Tensor:
+    """``x`` with these rows of its dimension ``dim``.
+
+    Rows of single numbers (an lse) are picked by indexing: `index_select` took five times as long, a number at a time.
+    """
+    return x[..., rows] if dim == x.dim() - 1 else x.index_select(dim, rows)

@@ -1,0 +1,54 @@
+"""`ringspan bench hilbert`: the study runs in small, writes what it says, and concludes only what its times allow."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ringspan.bench.hilbert_page import verdict
+from ringspan.cli.app import app
+from ringspan.cli.bench_hilbert import MARKER
+
+HILBERT = [sys.executable, "-m", "ringspan", "bench", "hilbert"]
+
+
+def test_quick_prints_one_document_and_writes_a_page(tmp_path: Path) -> None:
+    command = [*HILBERT, "--quick", "--json", "--out", str(tmp_path)]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+    document = json.loads(found.stdout)
+    assert set(document["shortest"]) == {"row-major", "snake", "Morton", "Hilbert"}
+    assert document["shortest"]["Hilbert"] < document["shortest"]["row-major"]
+    assert all(len(times) == 2 for times in document["shortest_seconds"].values())
+    assert json.loads((tmp_path / "benchmarks/results/hilbert.json").read_text()) == document
+    page = (tmp_path / "hilbert.md").read_text()
+    for title in ("at equal cost", "The cost of a share of 0.8", "in a ring", "permutation", "folded order"):
+        assert title in page
+    assert (tmp_path / "figures/hilbert_orders.png").exists()
+
+
+def test_docs_have_room_for_the_tables() -> None:
+    text = (Path(__file__).parent.parent.parent / "docs/hilbert.md").read_text()
+    assert text.count(f"<!-- {MARKER} -->") == text.count(f"<!-- end of {MARKER} -->") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["peano"], "'peano': must be hilbert"),
+        (["hilbert", "--tokens", "4k"], "a study has its own: leave out --tokens"),
+        (["hilbert", "--out", "/nowhere"], "there is no /nowhere/docs/hilbert.md"),
+    ],
+)
+def test_what_it_does_not_take_is_named(options: list[str], message: str) -> None:
+    found = CliRunner().invoke(app, ["bench", *options], env={"COLUMNS": "200", "TERM": "dumb"})
+    assert found.exit_code == 2
+    assert message in found.output
+
+
+def test_verdicts_do_not_go_beyond_the_noise() -> None:
+    assert verdict([1.0, 1.3], [1.2, 1.5]) == "no difference beyond the noise"
+    assert verdict([1.0, 1.1], [0.8, 0.9]) == "faster"
+    assert verdict([1.0, 1.1], [1.2, 1.3]) == "no speed-up: slower"
