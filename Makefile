@@ -40,6 +40,7 @@ bench: $(PEERS)  ## measure speed and memory (about two hours; Linux, a C++ comp
 	@$(BIN)/python -m benchmarks.one_device
 	@$(BIN)/python -m benchmarks.ring
 	@$(BIN)/python -m benchmarks.training
+	@$(BIN)/python -m benchmarks.decoding
 
 clean:  ## remove .venv and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

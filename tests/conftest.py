@@ -15,8 +15,10 @@ settings.load_profile("ringspan")
 # These start processes, and some watch the loopback interface: with pytest-xdist one worker runs them all, one by one.
 START_PROCESSES = (
     "bench/test_trials.py",
+    "cli/test_generate.py",
     "cli/test_train.py",
     "cli/test_verify.py",
+    "decoding/test_ranks.py",
     "ring/test_faults.py",
     "ring/test_processes.py",
     "train/test_checkpoints.py",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ringspan import kernels, models, nn
     from ringspan.public import (
+        Cache,
         Dilated,
         Full,
         Hilbert,
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
         SimulatedRing,
         Snake,
         attention,
+        attention_prefill,
+        attention_step,
         best_layout,
         plan,
     )
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Cache",
     "Dilated",
     "Full",
     "Hilbert",
@@ -46,6 +50,8 @@ __all__ = [
     "Snake",
     "__version__",
     "attention",
+    "attention_prefill",
+    "attention_step",
     "best_layout",
     "kernels",
     "models",

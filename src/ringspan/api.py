@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from ringspan import kernels
-from ringspan.geometry import Dilated, Documents, Full, Pattern, as_int
+from ringspan.geometry import Documents, Pattern, as_int
 from ringspan.op import attention_op
+from ringspan.operands import autocast, check_operands, check_pattern, check_tensors, kernel_for, scale_for
 from ringspan.order import FoldedOrder, Order
 from ringspan.ring import Ring, SimulatedRing
 
@@ -103,11 +102,11 @@ def attention(
     >>> rs.attention(q, k, v, pattern=rs.Dilated((64, 256), (1, 4)), causal=True).shape
     torch.Size([1, 1000, 4, 16])
     """
-    _check_tensors(q, k, v)
-    q, k, v = _autocast(q, k, v)
-    _check_operands(q, k, v)
-    _check_pattern(pattern, k.shape[2])
-    name = _kernel_name(kernel, q)
+    check_tensors(q, k, v)
+    q, k, v = autocast(q, k, v)
+    check_operands(q, k, v)
+    check_pattern(pattern, k.shape[2])
+    name = kernel_for(kernel, q).name
     if not isinstance(causal, bool):
         raise TypeError(f"causal={causal!r}: must be True or False")
     _check_order(order, causal)
@@ -119,7 +118,7 @@ def attention(
     if ring is None and seq_len is not None and seq_len != q.shape[1]:
         raise ValueError(f"seq_len={seq_len}, but q has {q.shape[1]} rows: without a ring they are the same")
     packed = None if lengths is None else _lengths_tensor(lengths)
-    factor = q.shape[-1] ** -0.5 if scale is None else _finite("scale", scale)
+    factor = scale_for(scale, q)
     needs = [torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)]
     ring_name = "" if ring is None else ring.name
     order_text = "" if order is None else order.text
@@ -127,45 +126,6 @@ def attention(
         q, k, v, packed, pattern.text, order_text, causal, factor, name, ring_name, seq_len, needs
     )
     return (out, lse) if return_lse else out
-
-
-def _check_tensors(q: Any, k: Any, v: Any) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}: must be a torch.Tensor")
-        if x.dim() != 4:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}: must be (batch, seq, heads, dim)")
-
-
-def _check_operands(q: Tensor, k: Tensor, v: Tensor) -> None:
-    for name, x in (("k", k), ("v", v)):
-        if x.dtype != q.dtype:
-            raise ValueError(f"{name} is {x.dtype}, but q is {q.dtype}: all three need one dtype; cast with .to()")
-        if x.device != q.device:
-            raise ValueError(f"{name} is on {x.device}, but q is on {q.device}: move all three to one device")
-    if not q.dtype.is_floating_point:
-        raise ValueError(f"q is {q.dtype}: attention needs floating-point numbers; cast with .to()")
-    if k.shape != v.shape:
-        raise ValueError(f"k has shape {tuple(k.shape)}, v has {tuple(v.shape)}: they must be equal")
-    for dim, what in ((0, "batch"), (1, "seq"), (3, "dim")):
-        if q.shape[dim] != k.shape[dim]:
-            raise ValueError(
-                f"q has shape {tuple(q.shape)}, k has {tuple(k.shape)}: {what} must be equal "
-                f"(shapes are (batch, seq, heads, dim))"
-            )
-    heads, kv_heads, dim = q.shape[2], k.shape[2], q.shape[3]
-    if heads == 0 or kv_heads == 0 or dim == 0:
-        raise ValueError(f"q has shape {tuple(q.shape)}, k has {tuple(k.shape)}: heads and dim must be at least 1")
-    if heads % kv_heads:
-        raise ValueError(
-            f"q has {heads} heads, k and v have {kv_heads}: the number of KV heads must divide that of query heads"
-        )
-
-
-def _check_pattern(pattern: Any, kv_heads: int) -> None:
-    if not isinstance(pattern, (Full, Dilated)):
-        raise TypeError(f"pattern={pattern!r}: must be Dilated(segment_lengths, dilation_rates) or Full()")
-    pattern.check_heads(kv_heads)
 
 
 def _check_order(order: Any, causal: bool) -> None:
@@ -181,14 +141,6 @@ def _check_order(order: Any, causal: bool) -> None:
         )
 
 
-def _kernel_name(kernel: str | None, q: Tensor) -> str:
-    chosen = kernels.choose(q.device, q.dtype).kernel if kernel is None else kernels.get(kernel)
-    refusal = chosen.contract.refusal(q.device.type, q.dtype, q.shape[-1])
-    if refusal:
-        raise ValueError(f"kernel {chosen.name!r}: {refusal}, or name another kernel, such as kernel='reference'")
-    return chosen.name
-
-
 def _lengths_tensor(lengths: Lengths) -> Tensor:
     if isinstance(lengths, Tensor):
         if lengths.dtype != torch.int64 or lengths.dim() != 1:
@@ -199,19 +151,3 @@ def _lengths_tensor(lengths: Lengths) -> Tensor:
     if not isinstance(lengths, Sequence):
         raise TypeError(f"lengths={lengths!r}: must be a sequence of ints or an int64 tensor, one number a document")
     return torch.tensor(Documents(tuple(lengths)).lengths, dtype=torch.int64)
-
-
-def _finite(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name}={value!r}: must be a number")
-    if not math.isfinite(value):
-        raise ValueError(f"{name}={value}: must be finite")
-    return float(value)
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    device = tensors[0].device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)

@@ -7,15 +7,14 @@ take a pass for each branch (`ringspan.order.passes`); the engine sees rows, and
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ringspan.geometry import Documents, parse_pattern
 from ringspan.layout import Layout
+from ringspan.operands import without_autocast
 from ringspan.order import Pass, check_fits, parse_order, passes
 from ringspan.planning import Hop, RankPlan, plan_rank
 from ringspan.ring.mail import Flight, Mail
@@ -67,7 +66,7 @@ class Call:
             walks.append(self._start(one, rank, mail, rows, start))
             arrangements.append(arranged)
         del rows, parts  # copies in another order are as large as the rows: they go as soon as their walk is over
-        with _without_autocast(device):
+        with without_autocast(device):
             found = [list(results) for results in self.players.run(walks)]
         for results, lay in zip(found, arrangements, strict=True):
             for i, (x, dim) in enumerate(zip(results, row_dims, strict=True)):
@@ -83,8 +82,3 @@ class Call:
             passing = self.players.passing
             plan = plan_rank(one.pattern, self.documents, self.layout, rank, self.kv_heads, self.causal, passing)
         return start(plan, mail, *parts)
-
-
-def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """The dtypes of a walk are chosen: under autocast its fp32 products would be cast down again."""
-    return torch.autocast(device.type, enabled=False) if torch.amp.is_autocast_available(device.type) else nullcontext()

@@ -15,7 +15,7 @@ from torch import Tensor
 from ringspan.kernels import Kernel, accumulation_dtype
 from ringspan.kernels.kernel import Needs
 from ringspan.planning import Hop, Parcel, RankPlan, Tile
-from ringspan.ring.mail import Flight, Mail
+from ringspan.ring.mail import Counters, Flight, Mail
 from ringspan.softmax import merge_, put_
 from ringspan.travel import Buffers, Walk, add_home_, parcel_rows, travel
 from ringspan.views import Block, CallSize, Operands, blocks, comb_view, fold
@@ -33,30 +33,40 @@ def walk_forward(
     """Output (batch, rows, heads, dim) and lse (batch, heads, rows), both in the accumulation dtype."""
     q, k, v = (_with_dense_rows(x) for x in (q, k, v))
     wide = accumulation_dtype(q.dtype)
-    batch, rows, heads, dim = q.shape
+    batch, rows, heads, _ = q.shape
     out = q.new_empty(q.shape, dtype=wide)
     lse = q.new_empty((batch, heads, rows), dtype=wide)
     if not plan.starts_everywhere:
         out.zero_()
         lse.fill_(-torch.inf)
     query_side = {"q": q, "out": out, "lse": lse.transpose(1, 2)}
-    # Twice the result: calls of different sizes follow one another, and the allocator keeps holes of about one of them.
-    row_bytes = 2 * dim * (q.element_size() + (0 if q.dtype == wide else wide.itemsize))
 
     def compute(number: int, hop: Hop, here: dict[Parcel, Tensor]) -> Walk:
         for tile in hop.tiles:
             keys, values = (k, v) if tile.parcel is None else parcel_rows(here[tile.parcel], k.shape[2])
-            for x, block in _calls(tile, query_side, {"k": keys, "v": values}, kernel, row_bytes):
-                part, part_lse = kernel.forward(x["q"], x["k"], x["v"], block.causal, scale)
-                with mail.counters.holding(part, part_lse):
-                    combine_ = put_ if tile.fresh and block.first else merge_
-                    combine_(x["out"], x["lse"], part, part_lse)
-                del part, part_lse  # before the next call makes its own
+            forward_tile_(
+                tile, query_side, {"k": keys, "v": values}, scale=scale, kernel=kernel, counters=mail.counters
+            )
         yield from ()
 
     with mail.counters.holding(q, k, v, out, lse):
         yield from travel(plan, mail, k, v, compute)
     return out, lse
+
+
+def forward_tile_(
+    tile: Tile, query_side: Operands, key_side: Operands, *, scale: float, kernel: Kernel, counters: Counters
+) -> None:
+    """Compute one tile, and merge it into ``out`` and ``lse`` of the query side."""
+    q, wide = query_side["q"], query_side["out"].dtype
+    # Twice the result: calls of different sizes follow one another, and the allocator keeps holes of about one of them.
+    row_bytes = 2 * q.shape[-1] * (q.element_size() + (0 if q.dtype == wide else wide.itemsize))
+    for x, block in _calls(tile, query_side, key_side, kernel, row_bytes):
+        part, part_lse = kernel.forward(x["q"], x["k"], x["v"], block.causal, scale)
+        with counters.holding(part, part_lse):
+            combine_ = put_ if tile.fresh and block.first else merge_
+            combine_(x["out"], x["lse"], part, part_lse)
+        del part, part_lse  # before the next call makes its own
 
 
 def walk_backward(

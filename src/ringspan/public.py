@@ -1,12 +1,14 @@
 """The functions and classes that `import ringspan as rs` offers; importing it registers the operators."""
 
 from ringspan.api import attention
+from ringspan.decoding import Cache, attention_prefill, attention_step
 from ringspan.geometry import Dilated, Full, Pattern
 from ringspan.order import Hilbert, Morton, Order, RowMajor, Snake
 from ringspan.prices import best_layout, plan
 from ringspan.ring import Ring, RingError, SimulatedRing
 
 __all__ = [
+    "Cache",
     "Dilated",
     "Full",
     "Hilbert",
@@ -19,6 +21,8 @@ __all__ = [
     "SimulatedRing",
     "Snake",
     "attention",
+    "attention_prefill",
+    "attention_step",
     "best_layout",
     "plan",
 ]

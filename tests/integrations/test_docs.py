@@ -18,6 +18,11 @@ def test_examples_run_on_a_ring() -> None:
     run_local_ranks(2, run_blocks, ROOT / "docs/integrations.md", "python ring integrations")
 
 
+def test_decoding_runs() -> None:
+    pytest.importorskip("transformers", reason="needs pip install 'ringspan[transformers]'")
+    run_blocks(ROOT / "docs/decoding.md", "python integrations")
+
+
 def test_the_site_builds(tmp_path: Path) -> None:
     pytest.importorskip("sphinx", reason="needs pip install 'ringspan[docs]'")
     command = [sys.executable, "-m", "sphinx", "-q", "-W", str(ROOT / "docs"), str(tmp_path)]

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ringspan.cli.options import AsJson, read_as, read_counts
+from ringspan.cli.trained import Step, trained_model
 from ringspan.train.settings import TrainSettings
 
 if TYPE_CHECKING:
-    from ringspan.models import LongNet
     from ringspan.train.evaluate import Score
 
 
@@ -21,9 +21,7 @@ def evaluate(
     contexts: Annotated[str, typer.Option(help="Lengths that the context is cut to.")] = "1k,4k,16k,64k",
     windows: Annotated[int, typer.Option(help="Places in the held-out text; all contexts see the same.")] = 64,
     scored: Annotated[int, typer.Option(help="Bytes at the end of each window that count.")] = 512,
-    step: Annotated[
-        int, typer.Option(help="Take the weights after so many steps, from a checkpoint; 0 is the model at the end.")
-    ] = 0,
+    step: Step = 0,
     branches: Annotated[bool, typer.Option(help="Also score with branches of the pattern left out.")] = True,
     as_json: AsJson = False,
 ) -> None:
@@ -51,7 +49,7 @@ def evaluate(
     console = Console(stderr=as_json)
     try:
         settings = TrainSettings.read(run / "settings.json")
-        model = _model(run, settings, step).to(this_ranks_device().device)
+        model = trained_model(run, step).to(this_ranks_device().device)
         trained_on, held_out = Corpus.of(settings.data).split(settings.held_out)
         found = score_contexts(model, held_out, lengths, windows=windows, scored=scored)
         scores = list(track(found, "contexts", total=len(lengths), console=console))
@@ -70,25 +68,6 @@ def evaluate(
     if by_branches:
         console.print(_table("segments", by_branches, f"the same with branches left out, {max(lengths):,} bytes"))
     console.print(f"A bigram: {bigram:.3f} bits per byte.", highlight=False)
-
-
-def _model(run: Path, settings: TrainSettings, step: int) -> LongNet:
-    from ringspan.models import LongNet  # noqa: PLC0415
-    from ringspan.train.checkpoints import Checkpoints  # noqa: PLC0415
-
-    checkpoints = Checkpoints(run / "checkpoints", settings.keep)
-    if not step:
-        weights, steps = run / "model/model.safetensors", checkpoints.steps()
-        if steps and weights.exists() and _written(checkpoints.path_of(steps[-1])) > _written(weights):
-            raise ValueError(f"{run} went on after its model was written: say --step {steps[-1]}, its last checkpoint")
-        return LongNet.from_pretrained(run / "model")
-    model = LongNet(settings.model)
-    checkpoints.load_weights(step, model)
-    return model
-
-
-def _written(path: Path) -> float:
-    return path.stat().st_mtime
 
 
 def _as_rows(scores: list[Score]) -> list[dict[str, Any]]:

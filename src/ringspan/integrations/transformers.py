@@ -4,6 +4,7 @@
     model = AutoModelForCausalLM.from_config(config, attn_implementation="ringspan")
     batch = shard(input_ids, labels, ring=ring)
     loss = causal_lm_loss(model, batch, ring=ring)
+    model.generate(prompt, past_key_values=RingspanCache())  # registered without a ring
 
 Everything goes through that library's public doors: `AttentionInterface`, `AttentionMaskInterface`, and keyword
 arguments that models hand down to attention. Nothing is patched; what cannot be expressed is refused.
@@ -13,14 +14,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import ringspan as rs
+from ringspan.integrations.cached_rows import attend, unmark
 from ringspan.nn.cross_entropy import IGNORED, Gradients
+
+if TYPE_CHECKING:
+    from ringspan.integrations.transformers_cache import RingspanCache
+
+__all__ = ["RingspanCache", "causal_lm_loss", "register", "shard"]
 
 NAME = "ringspan"
 AnyRing = rs.Ring | rs.SimulatedRing | None
@@ -31,6 +38,14 @@ _HARMLESS = frozenset({
     *("output_attentions", "output_hidden_states", "output_router_logits", "num_items_in_batch", "logits_to_keep"),
     *("cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "labels", "shift_labels", "deterministic"),
 })  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name != "RingspanCache":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from ringspan.integrations.transformers_cache import RingspanCache  # noqa: PLC0415  # needs Transformers
+
+    return RingspanCache
 
 
 def register(*, pattern: rs.Pattern, ring: AnyRing = None, name: str = NAME) -> None:
@@ -76,6 +91,7 @@ class _Meant:
         **others: Any,
     ) -> tuple[Tensor, None]:
         """Called by models: (batch, heads, rows, dim) in, (batch, rows, heads, dim) out; no attention weights exist."""
+        key, layer = unmark(key)
         _refuse(module, dropout, query, key, others)
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -88,7 +104,12 @@ class _Meant:
                 )
             if cu_seq_lens_q is not None:
                 raise ValueError("both attention_mask and cu_seq_lens_q: packed rows have no padding; leave one out")
-            return _unpadded(q, k, v, attention_mask.bool(), position_ids, options), None
+            attention_mask = attention_mask.bool()
+        if layer is not None:
+            _refuse_beside_cache(causal, self.ring, query, position_ids, attention_mask, cu_seq_lens_q)
+            return attend(layer, q, k, v, attention_mask, self.pattern, scaling), None
+        if attention_mask is not None:
+            return _unpadded(q, k, v, attention_mask, position_ids, options), None
         lengths = self._lengths(position_ids, cu_seq_lens_q)
         return rs.attention(q, k, v, lengths=lengths, seq_len=seq_len, **options), None
 
@@ -164,11 +185,30 @@ def _refuse(module: nn.Module, dropout: float, query: Tensor, key: Tensor, other
         raise ValueError("an encoder-decoder model: attention from one sequence to another has no pattern")
     if query.shape[2] != key.shape[2]:
         raise ValueError(
-            f"{query.shape[2]} queries and {key.shape[2]} keys: a cache is in use; call the model with use_cache=False"
+            f"{query.shape[2]} queries and {key.shape[2]} keys: a cache is in use that is not ours; give "
+            "past_key_values=RingspanCache(), or call the model with use_cache=False"
         )
     for name, value in others.items():
         if name not in _HARMLESS and value is not None and value is not False:
             raise ValueError(f"{name}: an argument of this model's attention that cannot be expressed beside a pattern")
+
+
+def _refuse_beside_cache(
+    causal: bool, ring: AnyRing, query: Tensor, positions: Tensor | None, mask: Tensor | None, borders: Tensor | None
+) -> None:
+    if not causal:
+        raise ValueError("a cache beside attention that is not causal: call the model with use_cache=False")
+    if ring is not None:
+        raise ValueError(
+            f"a cache beside {ring}: register the pattern without a ring; rs.attention_prefill reads over one"
+        )
+    if torch.is_grad_enabled() and query.requires_grad:
+        raise ValueError("a cache keeps no gradients: call the model under torch.no_grad(), or with use_cache=False")
+    leaps = None if positions is None or positions.shape[-1] == 1 else positions.diff(dim=-1) != 1
+    if leaps is not None and mask is not None:  # only between rows that count
+        leaps = leaps & mask[:, -query.shape[2] :][:, 1:] & mask[:, -query.shape[2] :][:, :-1]
+    if borders is not None or (leaps is not None and bool(leaps.any())):
+        raise ValueError("packed rows beside a cache: give each text a row of its own, padded on the left")
 
 
 def _unpadded(

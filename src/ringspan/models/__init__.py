@@ -1,18 +1,23 @@
-"""Models built on the public surface: `LongNet`, a transformer for long sequences. Its configuration needs no torch."""
+"""Models built on the public surface: `LongNet`, a transformer for long sequences, and `Decoder`, which writes with it.
+
+The configuration needs no torch.
+"""
 
 from typing import TYPE_CHECKING, Any
 
 from ringspan.models.config import LongNetConfig
 
 if TYPE_CHECKING:
+    from ringspan.models.decoder import Decoder
     from ringspan.models.longnet import LongNet
 
-__all__ = ["LongNet", "LongNetConfig"]
+__all__ = ["Decoder", "LongNet", "LongNetConfig"]
 
 
 def __getattr__(name: str) -> Any:
-    if name != "LongNet":
+    if name not in __all__:
         raise AttributeError(f"module 'ringspan.models' has no attribute {name!r}")
+    from ringspan.models.decoder import Decoder  # noqa: PLC0415
     from ringspan.models.longnet import LongNet  # noqa: PLC0415
 
-    return LongNet
+    return {"Decoder": Decoder, "LongNet": LongNet}[name]

@@ -6,7 +6,7 @@ attention looks beyond them, so that the ring is all there is to know.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +18,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import ringspan as rs
 from ringspan.models.config import LongNetConfig
+from ringspan.models.place import AnyRing, Place, positions_of
 from ringspan.models.saving import load_weights, save_weights
 from ringspan.nn.cross_entropy import Gradients
 from ringspan.nn.rotary import angles, rotate
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where the rows of a call lie in the sequence: what every layer needs to know of it."""
-
-    seq_len: int
-    cosines: Tensor
-    sines: Tensor
-    ring: rs.Ring | rs.SimulatedRing | None
 
 
 def keep_attention() -> tuple[Any, Any]:
@@ -46,7 +37,7 @@ def keep_attention() -> tuple[Any, Any]:
 class Attention(nn.Module):
     def __init__(self, config: LongNetConfig, layer: int) -> None:
         super().__init__()
-        self.config, self.pattern = config, config.pattern_of(layer)
+        self.config, self.layer, self.pattern = config, layer, config.pattern_of(layer)
         kv_width = config.head_dim * config.kv_heads
         self.queries = nn.Linear(config.width, config.width, bias=False)
         self.keys = nn.Linear(config.width, kv_width, bias=False)
@@ -58,14 +49,23 @@ class Attention(nn.Module):
             project(x).unflatten(-1, (-1, self.config.head_dim)) for project in (self.queries, self.keys, self.values)
         )
         q, k = (rotate(y, place.cosines, place.sines) for y in (q, k))
-        seen = rs.attention(
+        return self.output(self._attend(q, k, v, place).flatten(-2))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, place: Place) -> Tensor:
+        if place.caches is not None:
+            cache = place.caches[self.layer]
+            if place.ring is None:
+                return rs.attention_step(q, k, v, cache, lengths=place.lengths)
+            spread: dict[str, Any] = dict(ring=place.ring, seq_len=place.seq_len, lengths=place.lengths)
+            return rs.attention_prefill(q, k, v, cache, **spread)
+        return rs.attention(
             *(q, k, v),
             pattern=self.pattern,
             causal=self.config.causal,
+            lengths=place.lengths,
             ring=place.ring,
             seq_len=None if place.ring is None else place.seq_len,
         )
-        return self.output(seen.flatten(-2))
 
 
 class GatedMLP(nn.Module):
@@ -136,17 +136,60 @@ class LongNet(nn.Module):
                 nn.init.normal_(weight, std=into_stream if small else 0.02)
 
     def forward(
-        self, tokens: Tensor, *, ring: rs.Ring | rs.SimulatedRing | None = None, seq_len: int | None = None
+        self,
+        tokens: Tensor,
+        *,
+        ring: AnyRing = None,
+        seq_len: int | None = None,
+        lengths: tuple[int, ...] | None = None,
+        caches: Sequence[rs.Cache] | None = None,
     ) -> Tensor:
-        """Normalised hidden states (batch, rows, width) of tokens (batch, rows) or embeddings (batch, rows, width)."""
-        return self._hidden(tokens, ring, seq_len)
+        """Normalised hidden states (batch, rows, width) of tokens (batch, rows) or embeddings (batch, rows, width).
 
-    def _hidden(self, tokens: Tensor, ring: rs.Ring | rs.SimulatedRing | None, seq_len: int | None) -> Tensor:
+        Args:
+            lengths: packed documents, as for `rs.attention`; positions restart in each.
+            caches: from `new_caches`: the rows go on where the caches stand, and the caches take them in. Over a ring
+                the rows are prompts, which begin a text.
+        """
+        return self._hidden(tokens, ring, seq_len, lengths, caches)
+
+    def _hidden(
+        self,
+        tokens: Tensor,
+        ring: AnyRing,
+        seq_len: int | None,
+        lengths: tuple[int, ...] | None = None,
+        caches: Sequence[rs.Cache] | None = None,
+    ) -> Tensor:
         x = tokens if tokens.is_floating_point() else self.embedding(tokens)
-        place = self._place(x, ring, seq_len)
+        if caches is not None and len(caches) != len(self.layers):
+            raise ValueError(f"{len(caches)} caches for {len(self.layers)} layers: each needs its own; see new_caches")
+        seen = (0,) if caches is None else caches[0].lengths
+        whole, positions = positions_of(x.shape[1], x.device, ring, seq_len, lengths, seen)
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        cosines, sines = angles(positions, self.config.head_dim, self.config.rotary_base, wide)
+        place = Place(whole, cosines, sines, ring, lengths, caches)
         for layer in self.layers:
             x = layer(x, place)
         return self.norm(x)
+
+    def new_caches(self, batch: int = 1, ring: rs.Ring | None = None) -> tuple[rs.Cache, ...]:
+        """An empty cache for each layer, to decode so many texts side by side; sharded over a ring, if one is given."""
+        config, weight = self.config, self.embedding.weight
+        if not config.causal:
+            raise ValueError("causal=False: an encoder has no next token; decoding needs a causal model")
+        return tuple(
+            rs.Cache(
+                config.pattern_of(layer),
+                kv_heads=config.kv_heads,
+                dim=config.head_dim,
+                batch=batch,
+                dtype=weight.dtype,
+                device=weight.device,
+                ring=ring,
+            )
+            for layer in range(config.layers)
+        )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token, (.., vocab_size). For a few rows: over a long sequence use `loss`, which slices."""
@@ -157,7 +200,7 @@ class LongNet(nn.Module):
         tokens: Tensor,
         targets: Tensor,
         *,
-        ring: rs.Ring | rs.SimulatedRing | None = None,
+        ring: AnyRing = None,
         seq_len: int | None = None,
         group: dist.ProcessGroup | None = None,
         gradients: Gradients = "summed",
@@ -172,24 +215,6 @@ class LongNet(nn.Module):
         for layer in self.layers:
             assert isinstance(layer, Layer)
             layer.recomputes = wanted
-
-    def _place(self, x: Tensor, ring: rs.Ring | rs.SimulatedRing | None, seq_len: int | None) -> Place:
-        rows = x.shape[1]
-        if isinstance(ring, rs.Ring):
-            if seq_len is None:
-                raise ValueError(
-                    "seq_len is needed over a ring: the length of the whole sequence, not of this rank's rows"
-                )
-            positions = ring.positions(seq_len, x.device)
-            if len(positions) != rows:
-                raise ValueError(
-                    f"{rows} rows, but this rank holds {len(positions)} of seq_len={seq_len}: give its own rows"
-                )
-        else:
-            seq_len, positions = rows, torch.arange(rows, device=x.device)
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        cosines, sines = angles(positions, self.config.head_dim, self.config.rotary_base, wide)
-        return Place(seq_len, cosines, sines, ring)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write config.json and model.safetensors into a folder."""

@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def angles(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, (rows, 1, head_dim / 2), of the rows at these positions. Angles are computed in 64 bits."""
+    """Cosines and sines, (.., rows, 1, head_dim / 2), of the rows at positions (.., rows). Computed in 64 bits."""
     steps = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim
-    turns = positions.double()[:, None, None] * base**-steps
+    turns = positions.double()[..., None, None] * base**-steps
     return turns.cos().to(dtype), turns.sin().to(dtype)
 
 

@@ -1,0 +1,104 @@
+"""A cache for `generate()` of Transformers models whose attention is ringspan's: bounded, whatever the text's length.
+
+    register(pattern=rs.Dilated((2048, 8192), (1, 4)))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="ringspan")
+    model.generate(input_ids, past_key_values=RingspanCache(), max_new_tokens=1000)
+
+How new rows reach attention: `ringspan.integrations.cached_rows`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+import ringspan as rs
+from ringspan.integrations.cached_rows import mark
+
+
+class RingspanLayer(CacheLayerMixin):
+    """What one layer keeps. Its rows live in a `rs.Cache`, which attention makes, since it knows the pattern."""
+
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, **others: Any) -> None:
+        super().__init__(**others)
+        self.cache: rs.Cache | None = None
+        self.seen = 0  # tokens, padding among them: what the library counts
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """The new rows (batch, heads, rows, dim), marked."""
+        self.lazy_initialization(key_states, value_states)
+        self.seen += key_states.shape[-2]
+        return mark(key_states, self), value_states
+
+    def cache_for(self, pattern: rs.Pattern, k: Tensor) -> rs.Cache:
+        """The rows that are kept, under the pattern of attention; ``k`` is (batch, rows, heads, dim)."""
+        if self.cache is None:
+            sizes: dict[str, Any] = dict(batch=k.shape[0], kv_heads=k.shape[2], dim=k.shape[3])
+            self.cache = rs.Cache(pattern, dtype=k.dtype, device=k.device, **sizes)
+        if self.cache.pattern != pattern:
+            raise ValueError(
+                f"the cache was filled under {self.cache.pattern}, attention has {pattern}: make a new one"
+            )
+        return self.cache
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.seen + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def get_max_length(self) -> int:
+        return -1  # any length: what is kept has a bound, the text has none
+
+    def reset(self) -> None:
+        self.cache, self.seen = None, 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._select(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.cache is not None:
+            self._select([i for i in range(self.cache.batch) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._select(indices)
+
+    def _select(self, sequences: Tensor | Sequence[int]) -> None:
+        if self.cache is not None:
+            self.cache.select(sequences)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove:
+            raise ValueError(
+                f"{tokens_to_remove} tokens to take back: rows that no later token sees are gone from this cache; "
+                "generate without assistants, or with a DynamicCache and another attention"
+            )
+
+    def offload(self) -> None:
+        raise ValueError("offloading: this cache has a bound and stays on its device; leave offloading off")
+
+
+class RingspanCache(Cache):
+    """For ``generate(past_key_values=RingspanCache())``; one for each text or batch of texts.
+
+    Each layer keeps what `rs.Cache` keeps: under `rs.Dilated` at most the sum over branches of ceil(w / r) rows for
+    each KV head, under `rs.Full` every row.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layer_class_to_replicate=RingspanLayer)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that all layers' rows take."""
+        caches = [layer.cache for layer in self.layers if isinstance(layer, RingspanLayer)]
+        return sum(cache.nbytes for cache in caches if cache is not None)

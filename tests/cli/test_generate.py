@@ -1,0 +1,87 @@
+"""`ringspan generate`, as a user starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ringspan.models import LongNet, LongNetConfig
+from ringspan.train.settings import TrainSettings
+
+CONFIG = LongNetConfig.named("nano", segment_lengths=(16, 64), dilation_rates=(1, 4))
+
+
+def ringspan(*arguments: str, ranks: int = 0, text: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}"] if ranks else []
+    return subprocess.run(
+        [sys.executable, *launcher, "-m", "ringspan", *arguments],
+        input=text,
+        capture_output=True,
+        check=False,
+        timeout=100,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    folder: Path = tmp_path_factory.mktemp("run")
+    LongNet(CONFIG).save_pretrained(folder / "model")
+    (folder / "settings.json").write_text(TrainSettings(model=CONFIG).to_json())
+    return folder
+
+
+def test_text_streams_and_figures_follow(run: Path) -> None:
+    done = ringspan("generate", str(run), "--prompt", "def ", "--tokens", "100", "--seed", "3")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+    figures = " ".join(done.stderr.decode().split())
+    assert "4 bytes read in" in figures
+    assert "100 written at" in figures
+    assert "tokens/s; cache" in figures
+    assert "(never more than 32)" in figures
+
+
+def test_json_alone_and_over_two_ranks_gathered_and_sharded_is_one_text(run: Path) -> None:
+    arguments = ("generate", str(run), "--prompt-file", "-", "--tokens", "80", "--temperature", "0", "--json")
+    prompt = bytes(range(32, 120))
+    alone = ringspan(*arguments, text=prompt)
+    assert alone.returncode == 0, alone.stderr
+    wanted = json.loads(alone.stdout)
+    assert wanted["prompt_tokens"] == len(prompt)
+    assert wanted["tokens"] == 80
+    assert wanted["cache_bound"] == 32
+    assert wanted["tokens_per_second"] > 0
+    file = run / "prompt.txt"
+    file.write_bytes(prompt)
+    for cache in ("gathered", "sharded"):
+        two = ringspan(*arguments[:2], "--prompt-file", str(file), *arguments[4:], "--cache", cache, ranks=2)
+        assert two.returncode == 0, two.stderr
+        assert json.loads(two.stdout)["text"] == wanted["text"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--seed", str(2**64)), "must have at most 64 bits"),
+        (("--step", "7"), "no checkpoint of step 7"),
+        (("/no/such/run",), "a saved model is a folder with"),
+        (("--temperature", "-1"), "temperature=-1.0: must be at least 0"),
+        (("--prompt", ""), "the prompt is empty"),
+        (("--prompt-file", "/no/such/file"), "No such file"),
+        (("--cache", "sharded"), "needs ranks to share it"),
+        (("--tokens", "some"), "must be a whole number"),
+    ],
+)
+def test_bad_values_are_refused_with_the_way_out(run: Path, arguments: tuple[str, ...], reason: str) -> None:
+    first = () if arguments[0].startswith("/") else (str(run),)
+    done = ringspan("generate", *first, *arguments)
+    assert done.returncode == 2
+    assert reason in " ".join(done.stderr.decode().replace("│", " ").split())

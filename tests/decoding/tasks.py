@@ -1,0 +1,183 @@
+"""What real ranks do in the tests of decoding: all of it in one launch for each number of ranks."""
+
+from __future__ import annotations
+
+import random
+import traceback
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import ringspan as rs
+from ringspan.decoding import Sampler
+from ringspan.models import Decoder, LongNet, LongNetConfig
+from ringspan.oracle import dense_attention
+from tests.exactness import inputs
+
+
+def run_tasks(names: list[str]) -> dict[str, str]:
+    """Run tasks one after the other; for each, the traceback if it failed."""
+    torch.use_deterministic_algorithms(True)  # fills uninitialised memory with NaN
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", message=".*selects row")
+    failures = {}
+    for name in names:
+        torch.manual_seed(0)
+        random.seed(0)
+        try:
+            globals()[name]()
+            failures[name] = ""
+        except Exception:
+            failures[name] = traceback.format_exc()
+        dist.barrier()
+    return failures
+
+
+def close(x: Tensor, y: Tensor) -> None:
+    torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
+
+
+def random_pattern() -> rs.Pattern:
+    if random.random() < 0.15:
+        return rs.Full()
+    branches = random.randint(1, 3)
+    return rs.Dilated(
+        tuple(random.randint(1, 40) for _ in range(branches)),
+        tuple(random.randint(1, 5) for _ in range(branches)),
+        random.choice(["interleaved", "blocked"]),
+        random.choice([0, 0, 3, 17]),
+    )
+
+
+def prompts_over_the_ring_then_steps() -> None:
+    """Random patterns, layouts and lengths; gathered and sharded caches; single steps and blocks after the prompt."""
+    for case in range(24):
+        ring = rs.Ring(layout=["contiguous", "zigzag"][case % 2])  # type: ignore[arg-type]
+        sharded = case % 4 >= 2
+        pattern, kv_heads, group = random_pattern(), random.randint(1, 4), random.randint(1, 2)
+        batch, n, more = random.randint(1, 2), random.choice([1, 2, 7, 31, 50, 77]), 25
+        q, k, v = (x.detach() for x in inputs(batch, n + more, kv_heads, group, 4))
+        wanted, wanted_lse = dense_attention(q, k, v, pattern=pattern, causal=True)
+        cache = rs.Cache(pattern, batch=batch, kv_heads=kv_heads, dim=4, dtype=q.dtype, ring=ring if sharded else None)
+        mine = [ring.split_sequence(x[:, :n]) for x in (q, k, v)]
+        out = rs.attention_prefill(*mine, cache, ring=ring, seq_len=random.choice([n, None]))
+        close(out, ring.split_sequence(wanted[:, :n]))
+        at = n
+        for rows in (1, 1, 1, 7, 1, 1, 13):
+            block = [x[:, at : at + rows] for x in (q, k, v)]
+            out, lse = rs.attention_step(*block, cache, return_lse=True)
+            close(out, wanted[:, at : at + rows])
+            close(lse, wanted_lse[:, :, at : at + rows])
+            at += rows
+        _check_shares(cache)
+
+
+def _check_shares(cache: rs.Cache) -> None:
+    """Sharded, the rows of all ranks are those of a cache that holds them all, and new ones are dealt evenly."""
+    heads = range(cache.kv_heads)
+    held = torch.tensor([cache.rows_held(0, head) for head in heads])
+    if cache.ring is None:
+        assert cache.bound is None or held.max() <= cache.bound
+        return
+    everybody = [torch.empty_like(held) for _ in range(cache.ring.size)]
+    dist.all_gather(everybody, held)
+    total = torch.stack(everybody).sum(0)
+    assert cache.bound is None or total.max() <= cache.bound
+    if cache.bound is None:
+        assert set(total.tolist()) == set(cache.lengths[:1])
+
+
+def prompts_of_different_lengths() -> None:
+    for sharded in (False, True):
+        for lengths in ((5, 40, 0, 17), (33,), (1, 1)):
+            ring = rs.Ring()
+            pattern = rs.Dilated((8, 24, 64), (1, 3, 4), shift=5)
+            texts = [[x.detach() for x in inputs(1, length + 9, 3, 2, 4)] for length in lengths]
+            wanted = [dense_attention(*text, pattern=pattern, causal=True)[0] for text in texts]
+            packed = [torch.cat([t[i][:, :n] for t, n in zip(texts, lengths, strict=True)], 1) for i in range(3)]
+            cache = rs.Cache(
+                pattern,
+                batch=len(lengths),
+                kv_heads=3,
+                dim=4,
+                dtype=torch.float64,
+                ring=ring if sharded else None,
+            )
+            mine = [ring.split_sequence(x) for x in packed]
+            out = rs.attention_prefill(*mine, cache, ring=ring, lengths=lengths)
+            whole = torch.cat([w[:, :n] for w, n in zip(wanted, lengths, strict=True)], 1)
+            close(out, ring.split_sequence(whole))
+            for step in range(9):
+                rows = [torch.cat([t[i][:, [n + step]] for t, n in zip(texts, lengths, strict=True)]) for i in range(3)]
+                out = rs.attention_step(*rows, cache)
+                close(out, torch.cat([w[:, [n + step]] for w, n in zip(wanted, lengths, strict=True)]))
+
+
+def a_sharded_cache_is_spread_evenly_once_segments_have_passed() -> None:
+    ring = rs.Ring()
+    pattern = rs.Dilated((48, 192), (1, 4))
+    cache = rs.Cache(pattern, kv_heads=1, dim=4, ring=ring)
+    x = torch.randn(1, 400, 1, 4)
+    most = 0
+    for p in range(400):
+        rs.attention_step(x[:, [p]], x[:, [p]], x[:, [p]], cache)
+        most = max(most, cache.rows_held(0, 0))
+    assert most == 2 * -(-48 // ring.size)  # both branches are full at the end of a long segment
+
+
+def bytes_of_lower_precision_travel_whole() -> None:
+    ring = rs.Ring()
+    pattern = rs.Dilated((16, 64), (1, 4))
+    q, k, v = (x.detach() for x in inputs(1, 60, 2, 2, 16, torch.bfloat16))
+    caches = [rs.Cache(pattern, kv_heads=2, dim=16, dtype=q.dtype) for _ in range(2)]
+    rs.attention_prefill(*(ring.split_sequence(x[:, :50]) for x in (q, k, v)), caches[0], ring=ring)
+    rs.attention_step(*(x[:, :50] for x in (q, k, v)), caches[1])
+    found, wanted = ([rs.attention_step(q[:, [p]], k[:, [p]], v[:, [p]], c) for p in range(50, 60)] for c in caches)
+    torch.testing.assert_close(torch.cat(found), torch.cat(wanted), rtol=2**-7, atol=2**-8)
+
+
+def a_model_writes_the_same_over_the_ring_as_alone() -> None:
+    torch.manual_seed(1)
+    config = LongNetConfig.named("nano", segment_lengths=(16, 64), dilation_rates=(1, 4), kv_heads=1)
+    model = LongNet(config).double()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(3)  # so that logits are far apart
+    ring = rs.Ring()
+    for counts in ((50,), (40, 40), (30, 7)):
+        prompts = [torch.randint(256, (n,)) for n in counts]
+        texts = []
+        for options in ({}, dict(ring=ring), dict(ring=ring, sharded=True)):
+            stream = Decoder(model, len(counts), **options).stream(prompts, Sampler(temperature=0))  # type: ignore
+            texts.append([next(stream).tolist() for _ in range(40)])
+        assert texts[0] == texts[1] == texts[2]
+
+
+def misuse_is_named() -> None:
+    ring, other = rs.Ring(), rs.Ring(layout="contiguous")
+    x = torch.randn(1, 20, 2, 4)
+    mine = ring.split_sequence(x)
+    options: dict[str, Any] = dict(kv_heads=2, dim=4)
+    cache = rs.Cache(rs.Full(), **options)
+    rs.attention_step(x, x, x, cache)
+    with pytest.raises(ValueError, match=r"the cache has seen \(20,\) tokens: a prompt over a ring begins a text"):
+        rs.attention_prefill(mine, mine, mine, cache, ring=ring)
+    with pytest.raises(ValueError, match="the cache is sharded over"):
+        rs.attention_prefill(mine, mine, mine, rs.Cache(rs.Full(), ring=other, **options), ring=ring)
+    sharded = rs.Cache(rs.Full(), ring=ring if ring.rank else None, **options)
+    with pytest.raises(rs.RingError, match="ranks disagree on cache: gathered on rank 0; sharded on rank"):
+        rs.attention_prefill(mine, mine, mine, sharded, ring=ring)
+
+
+TASKS = [
+    "prompts_over_the_ring_then_steps",
+    "prompts_of_different_lengths",
+    "a_sharded_cache_is_spread_evenly_once_segments_have_passed",
+    "bytes_of_lower_precision_travel_whole",
+    "a_model_writes_the_same_over_the_ring_as_alone",
+    "misuse_is_named",
+]

@@ -1,0 +1,213 @@
+"""Step by step, or block by block, is the same as all at once: against the dense oracle, at every position."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import ringspan as rs
+from ringspan.oracle import dense_attention
+from tests.exactness import inputs
+from tests.strategies import dilated, held_heads, patterns
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*selects row")
+
+
+def cache_for(pattern: rs.Pattern, k: Tensor, batch: int | None = None) -> rs.Cache:
+    sizes = dict(batch=batch or k.shape[0], kv_heads=k.shape[2], dim=k.shape[3])
+    return rs.Cache(pattern, dtype=k.dtype, **sizes)  # type: ignore[arg-type]
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+def in_blocks(tensors: list[Tensor], cache: rs.Cache, sizes: list[int], **options: object) -> tuple[Tensor, Tensor]:
+    parts = zip(*(x.split(sizes, dim=1) for x in tensors), strict=True)
+    outs, lses = zip(
+        *(rs.attention_step(*part, cache, return_lse=True, **options) for part in parts),  # type: ignore[call-overload]
+        strict=True,
+    )
+    return torch.cat(outs, 1), torch.cat(lses, 2)
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_any_blocks_equal_the_oracle(data: st.DataObject) -> None:
+    batch, kv_heads, group = (data.draw(st.integers(1, 3)) for _ in range(3))
+    pattern = data.draw(held_heads(data.draw(patterns()), kv_heads))
+    sizes = data.draw(st.lists(st.sampled_from([1, 1, 1, 2, 5, 17]), min_size=1, max_size=12))
+    with torch.no_grad():
+        tensors = inputs(batch, sum(sizes), kv_heads, group, 4)
+        cache = cache_for(pattern, tensors[1])
+        kernel = data.draw(st.sampled_from([None, "reference"]))
+        out, lse = in_blocks(tensors, cache, sizes, kernel=kernel)
+        wanted, wanted_lse = dense_attention(*tensors, pattern=pattern, causal=True)
+    close(out, wanted)
+    close(lse, wanted_lse)
+    assert cache.lengths == (sum(sizes),) * batch
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_rows_held_are_those_of_the_current_segments(data: st.DataObject) -> None:
+    kv_heads = data.draw(st.integers(1, 4))
+    pattern = data.draw(dilated())
+    _, k, _ = (x.detach() for x in inputs(1, 40, kv_heads, 1, 2))
+    cache = cache_for(pattern, k)
+    for p in range(40):
+        rs.attention_step(k[:, [p]], k[:, [p]], k[:, [p]], cache)
+        for head in range(kv_heads):
+            held = 0
+            for branch in pattern.branches(40):
+                offset = pattern.offsets(branch.rate, kv_heads)[head]
+                segment = (p + branch.shift) // branch.segment_length
+                same = [t for t in range(p + 1) if (t + branch.shift) // branch.segment_length == segment]
+                held += sum(branch.sees(t, t, offset) for t in same)
+            assert cache.rows_held(0, head) == held
+            assert held <= cache.bound  # type: ignore[operator]
+
+
+def test_the_bound_is_reached_and_never_passed_and_memory_stays() -> None:
+    pattern = rs.Dilated((16, 64, 256), (1, 4, 16), shift=8)
+    q, k, v = (x.detach() for x in inputs(2, 1500, 4, 2, 8))
+    cache = cache_for(pattern, k)
+    assert cache.bound == 16 + 16 + 16
+    most, sizes = 0, set()
+    for p in range(1500):
+        rs.attention_step(q[:, [p]], k[:, [p]], v[:, [p]], cache)
+        most = max(most, *(cache.rows_held(1, head) for head in range(4)))
+        if p >= 256:
+            sizes.add(cache.nbytes)
+    assert most == cache.bound
+    assert sizes == {2 * 2 * 4 * cache.bound * 8 * 8}  # keys and values, batch, heads, rows, dim, bytes
+
+
+def test_full_grows_and_says_so() -> None:
+    q, k, v = (x.detach() for x in inputs(1, 300, 2, 1, 4))
+    cache = cache_for(rs.Full(), k)
+    for p in range(300):
+        rs.attention_step(q[:, [p]], k[:, [p]], v[:, [p]], cache)
+    assert cache.rows_held(0, 0) == 300
+    assert cache.bound is None
+    assert "keeps every row" in repr(cache)
+    assert "at most 12 rows a head" in repr(cache_for(rs.Dilated((8, 32), (1, 8)), k))
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_prompts_of_different_lengths_packed_then_steps_side_by_side(data: st.DataObject) -> None:
+    kv_heads, group = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 2))
+    pattern = data.draw(patterns())
+    lengths = data.draw(st.lists(st.integers(0, 30), min_size=1, max_size=4))
+    steps = data.draw(st.integers(1, 12))
+    with torch.no_grad():
+        texts = [inputs(1, length + steps, kv_heads, group, 4) for length in lengths]
+        wanted = [dense_attention(*text, pattern=pattern, causal=True)[0] for text in texts]
+        cache = cache_for(pattern, texts[0][1], batch=len(lengths))
+        packed = [torch.cat([t[i][:, :n] for t, n in zip(texts, lengths, strict=True)], 1) for i in range(3)]
+        out = rs.attention_step(*packed, cache, lengths=tuple(lengths))
+        close(out, torch.cat([w[:, :n] for w, n in zip(wanted, lengths, strict=True)], 1))
+        for step in range(steps):
+            rows = [torch.cat([t[i][:, [n + step]] for t, n in zip(texts, lengths, strict=True)]) for i in range(3)]
+            out = rs.attention_step(*rows, cache)
+            close(out, torch.cat([w[:, [n + step]] for w, n in zip(wanted, lengths, strict=True)]))
+    assert cache.lengths == tuple(n + steps for n in lengths)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)])
+def test_lower_precision(dtype: torch.dtype, tolerance: float) -> None:
+    pattern = rs.Dilated((16, 64), (1, 4), "blocked", shift=5)
+    tensors = [x.detach() for x in inputs(1, 130, 4, 2, 16, dtype)]
+    out, _ = in_blocks(tensors, cache_for(pattern, tensors[1]), [50, *[1] * 40, 40])
+    assert out.dtype == dtype
+    wanted, _ = dense_attention(*(x.double() for x in tensors), pattern=pattern, causal=True)
+    assert (out.double() - wanted).abs().max() < tolerance
+
+
+def test_sequences_can_be_chosen_repeated_and_dropped() -> None:
+    pattern = rs.Dilated((8, 32), (1, 4))
+    q, k, v = (x.detach() for x in inputs(3, 60, 2, 1, 4))
+    wanted, _ = dense_attention(q, k, v, pattern=pattern, causal=True)
+    cache = cache_for(pattern, k)
+    rs.attention_step(q[:, :30], k[:, :30], v[:, :30], cache)
+    chosen = [2, 0, 0]
+    cache.select(chosen)
+    out, _ = in_blocks([x[chosen, 30:] for x in (q, k, v)], cache, [1] * 30)
+    close(out, wanted[chosen, 30:])
+    cache.select(torch.tensor([1]))
+    assert cache.lengths == (60,)
+    cache.reset()
+    close(in_blocks([x[:1] for x in (q, k, v)], cache, [40, 20])[0], wanted[:1])
+
+
+def test_a_cache_that_is_used_in_inference_mode_can_be_used_outside() -> None:
+    pattern = rs.Dilated((8, 32), (1, 4))
+    q, k, v = (x.detach() for x in inputs(1, 100, 2, 1, 4))
+    cache = cache_for(pattern, k)
+    with torch.inference_mode():
+        rs.attention_step(q[:, :70], k[:, :70], v[:, :70], cache)
+    out, _ = in_blocks([x[:, 70:] for x in (q, k, v)], cache, [1] * 30)
+    close(out, dense_attention(q, k, v, pattern=pattern, causal=True)[0][:, 70:])
+
+
+def test_views_that_are_not_dense_are_taken() -> None:
+    pattern = rs.Dilated((8, 32), (1, 4))
+    q, k, v = (x.detach() for x in inputs(2, 50, 2, 2, 4))
+    strange = [x.transpose(1, 3).contiguous().transpose(1, 3) for x in (q, k, v)]
+    out, _ = in_blocks(strange, cache_for(pattern, k), [20, *[1] * 30])
+    close(out, dense_attention(q, k, v, pattern=pattern, causal=True)[0])
+
+
+class TestBadInput:
+    x = torch.zeros(2, 1, 2, 4)
+    cache = rs.Cache(rs.Dilated((8,), (1,)), batch=2, kv_heads=2, dim=4)
+
+    @pytest.mark.parametrize(
+        ("change", "reason"),
+        [
+            (dict(k=torch.zeros(2, 1, 1, 4), v=torch.zeros(2, 1, 1, 4)), "KV heads: 1 in k, 2 in the cache"),
+            (dict(lengths=(1, 1)), "2 lengths and a batch of 2: packed rows have a batch of 1"),
+            (dict(lengths=(1,)), "1 lengths and a batch of 2: packed rows have a batch of 1"),
+            (dict(q=torch.zeros(2, 1, 2, 4, requires_grad=True)), "requires gradients, and decoding has none"),
+            (dict(scale=float("nan")), "scale=nan: must be finite"),
+        ],
+    )
+    def test_steps(self, change: dict[str, object], reason: str) -> None:
+        with pytest.raises(ValueError, match=reason):
+            rs.attention_step(**{"q": self.x, "k": self.x, "v": self.x, "cache": self.cache, **change})  # type: ignore
+
+    def test_dtype_and_batch(self) -> None:
+        half, one = self.x.half(), self.x[:1]
+        with pytest.raises(ValueError, match=r"dtype: torch\.float16 in k, torch\.float32 in the cache"):
+            rs.attention_step(half, half, half, self.cache)
+        with pytest.raises(ValueError, match="k has a batch of 1, the cache one of 2"):
+            rs.attention_step(one, one, one, self.cache)
+        with pytest.raises(ValueError, match="lengths add up to 2, but the sequence has 1 rows"):
+            rs.attention_step(one, one, one, self.cache, lengths=(1, 1))
+        with pytest.raises(TypeError, match=r"cache is a dict: must be a ringspan\.Cache"):
+            rs.attention_step(one, one, one, {})  # type: ignore[call-overload]
+
+    def test_lengths_rows_and_gradients_of_prompts(self) -> None:
+        one = self.x[:1]
+        with pytest.raises(TypeError, match="lengths=5: must be a sequence of ints"):
+            rs.attention_step(one, one, one, self.cache, lengths=5)  # type: ignore[call-overload]
+        with pytest.raises(ValueError, match=r"head=2: must lie in 0 \.\. 1"):
+            self.cache.rows_held(0, 2)
+        asking = self.x.clone().requires_grad_()
+        with pytest.raises(ValueError, match="requires gradients, and a cache keeps none"):
+            rs.attention_prefill(asking, self.x, self.x, self.cache, ring=rs.SimulatedRing(2))
+
+    def test_caches(self) -> None:
+        with pytest.raises(ValueError, match="kv_heads=0: must be at least 1"):
+            rs.Cache(rs.Full(), kv_heads=0, dim=4)
+        with pytest.raises(TypeError, match="pattern='full'"):
+            rs.Cache("full", kv_heads=1, dim=4)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="ring is a SimulatedRing: must be a Ring"):
+            rs.Cache(rs.Full(), kv_heads=1, dim=4, ring=rs.SimulatedRing(2))  # type: ignore[arg-type]
+        for wrong in ([2], [], [-1]):
+            with pytest.raises(ValueError, match=r"must lie in 0 \.\. 1"):
+                self.cache.select(wrong)
