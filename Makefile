@@ -36,11 +36,13 @@ lint: $(READY)  ## lint and types only
 figures: $(READY)  ## draw the pictures of the docs again
 	@$(BIN)/python docs/draw_figures.py
 
-bench: $(PEERS)  ## measure speed and memory (about two hours; Linux, a C++ compiler, a quiet machine)
+bench: $(PEERS)  ## measure speed and memory and kill runs (about two and a half hours; Linux, a C++ compiler, a quiet machine)
 	@$(BIN)/python -m benchmarks.one_device
 	@$(BIN)/python -m benchmarks.ring
 	@$(BIN)/python -m benchmarks.training
 	@$(BIN)/python -m benchmarks.decoding
+	@$(BIN)/python -m benchmarks.faults
+	@$(BIN)/python -m benchmarks.fuzz
 
 clean:  ## remove .venv and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

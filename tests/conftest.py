@@ -22,8 +22,11 @@ START_PROCESSES = (
     "ring/test_faults.py",
     "ring/test_processes.py",
     "train/test_checkpoints.py",
+    "train/test_faults.py",
     "train/test_needs.py",
+    "train/test_guard.py",
     "train/test_ranks.py",
+    "train/test_safety.py",
     "verify",
 )
 

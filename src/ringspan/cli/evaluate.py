@@ -10,6 +10,7 @@ import typer
 
 from ringspan.cli.options import AsJson, read_as, read_counts
 from ringspan.cli.trained import Step, trained_model
+from ringspan.train.errors import RunError
 from ringspan.train.settings import TrainSettings
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def evaluate(
         if branches and model.config.segment_lengths:
             cut = score_branches(model, held_out, max(lengths), windows=windows, scored=scored)
             by_branches = list(track(cut, "branches", total=len(model.config.segment_lengths) + 2, console=console))
-    except (FileNotFoundError, ValueError) as error:
+    except (FileNotFoundError, RunError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
     bigram = bigram_bits_per_byte(trained_on, held_out)
     if as_json:

@@ -15,6 +15,7 @@ import typer
 
 from ringspan.cli.options import AsJson, read_as, read_count
 from ringspan.cli.trained import Step, trained_model
+from ringspan.train.errors import RunError
 from ringspan.train.settings import TrainSettings
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def generate(
         written = _write(decoder, text, count, sampling, echo=speaks and not as_json)
     except BrokenPipeError:
         raise  # whoever read the text has had enough
-    except (OSError, ValueError) as error:
+    except (OSError, RunError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
     if speaks and as_json:
         typer.echo(json.dumps({**dataclasses.asdict(written), "tokens_per_second": written.tokens_per_second}))

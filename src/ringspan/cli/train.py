@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -12,15 +15,16 @@ import typer
 from ringspan.cli.flags import flags_of, with_flags
 from ringspan.cli.options import AsJson
 from ringspan.models.config import NAMED, LongNetConfig
+from ringspan.train.errors import RunError
+from ringspan.train.guard import Guard
 from ringspan.train.presets import PRESETS
 from ringspan.train.settings import TrainSettings
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ringspan.train.figures import Step
+    from ringspan.cli.train_display import Display
     from ringspan.train.loop import Trainer
-    from ringspan.train.metrics import Metrics
 
 
 def train(
@@ -31,24 +35,32 @@ def train(
     config: Annotated[Path | None, typer.Option(help="A settings.json of a run, instead of a preset.")] = None,
     model: Annotated[str, typer.Option(help=f"A named size: {', '.join(NAMED)}.", show_default=False)] = "",
     resume: Annotated[
-        Literal["auto", "never"], typer.Option(help="auto: from the last checkpoint in --out.")
+        Literal["auto", "never"],
+        typer.Option(help="auto: from the last checkpoint in --out, if there is one. Restarts by torchrun need it."),
     ] = "never",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what the run will need, and stop.")] = False,
     ranks: Annotated[int, typer.Option(help="For --dry-run: how many; 0 is those that torchrun started.", min=0)] = 0,
+    metrics_port: Annotated[int, typer.Option(help="Serve figures to Prometheus on this port; 0 opens none.")] = 0,
+    metrics_address: Annotated[
+        str, typer.Option(help="Address of that port. Beyond this machine, whoever reaches it can read it.")
+    ] = "127.0.0.1",
     as_json: AsJson = False,
     **given: Any,
 ) -> None:
     """Train a LongNet on bytes. Every setting has a flag, and the run writes all of them into its folder.
 
+    Exit status: 0 when the run is finished; 1 when it had to stop, with the reason; 2 for settings that cannot be; 3
+    for a worker whose launcher has died.
+
     **Examples**
 
     `ringspan train`
 
-    `ringspan train ~/books --preset laptop --out runs/books`
+    `ringspan train ~/books --preset laptop --out runs/books --metrics-port 9400`
 
     `ringspan train --preset long --dry-run --ranks 2`
 
-    `torchrun --nproc-per-node=2 -m ringspan train --preset long --resume auto`
+    `torchrun --nproc-per-node=2 --max-restarts=3 -m ringspan train --preset long --resume auto`
     """
     try:
         settings = _settings(preset, config, model, given)
@@ -57,11 +69,21 @@ def train(
         if dry_run:
             _say_needs(settings, ranks, as_json)
             return
-        trainer = _start(settings, resume == "auto")
+        _check_restarts(resume)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    with trainer:
-        _train(trainer, as_json)
+    rank = int(os.environ.get("RANK", "0"))
+    launched = "TORCHELASTIC_RUN_ID" in os.environ
+    try:
+        # The guard comes first: torch takes seconds to import, and a launcher may die meanwhile.
+        with Guard(Path(settings.out), rank, os.getppid() if launched else None) as guard:
+            _train(settings, resume == "auto", guard, (metrics_address, metrics_port), as_json)
+    except (OSError, RuntimeError) as error:
+        sentence = _sentence(error)
+        if sentence is None:
+            raise
+        typer.secho(sentence if sentence.startswith("rank ") else f"rank {rank}: {sentence}", fg="red", err=True)
+        raise typer.Exit(1) from None
 
 
 def _settings(preset: str, config: Path | None, model: str, given: dict[str, Any]) -> TrainSettings:
@@ -73,9 +95,30 @@ def _settings(preset: str, config: Path | None, model: str, given: dict[str, Any
     return settings.changed({name: value for name, value in given.items() if value is not None})
 
 
-def _say_needs(settings: TrainSettings, ranks: int, as_json: bool) -> None:
-    import os  # noqa: PLC0415
+def _check_restarts(resume: str) -> None:
+    """A run that torchrun would restart must be able to go on."""
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    if restarts and resume == "never":
+        raise ValueError(
+            f"torchrun --max-restarts={restarts} without --resume auto: a restarted run would be refused, since its "
+            "folder holds a run. Say --resume auto; without a checkpoint it starts from the beginning"
+        )
 
+
+def _sentence(error: OSError | RuntimeError) -> str | None:
+    """An error as a sentence for the user; None for a defect, which needs its traceback."""
+    from torch.distributed import DistError  # noqa: PLC0415
+
+    import ringspan as rs  # noqa: PLC0415
+
+    if isinstance(error, (OSError, RunError, rs.RingError)):
+        return str(error)
+    if isinstance(error, DistError) or "gloo" in str(error):
+        return f"another rank is gone, or could not be reached ({error})"
+    return None
+
+
+def _say_needs(settings: TrainSettings, ranks: int, as_json: bool) -> None:
     from rich.console import Console  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
 
@@ -100,26 +143,51 @@ def _say_needs(settings: TrainSettings, ranks: int, as_json: bool) -> None:
     console.print(f"{settings.model.parameters:,} weights", highlight=False)
 
 
+def _train(settings: TrainSettings, resume: bool, guard: Guard, endpoint: tuple[str, int], as_json: bool) -> None:
+    from rich.console import Console  # noqa: PLC0415
+
+    from ringspan.cli.train_display import Display  # noqa: PLC0415
+
+    trainer = _start(settings, resume)
+    folder = Path(settings.out)
+    console = Console(stderr=as_json, quiet=not trainer.crew.is_speaker)
+    _say_start(console, trainer)
+    with (
+        Display(trainer, console) as display,
+        guard.following(trainer, display.show_beats),
+        _served(display, *endpoint, console),
+    ):
+        trainer.run(display.show_step)
+        trainer.save_model(folder / "model")
+    trainer.close()
+    console.print(f"The model is in {folder / 'model'}, the figures in {folder / 'metrics.jsonl'}.", soft_wrap=True)
+    last = display.last
+    if as_json and not console.quiet and last is not None:
+        typer.echo(json.dumps({**dataclasses.asdict(last), "bits_per_byte": last.bits_per_byte, "out": str(folder)}))
+
+
 def _start(settings: TrainSettings, resume: bool) -> Trainer:
     from ringspan.train.loop import Trainer  # noqa: PLC0415
 
-    return Trainer.resumed(settings) if resume else Trainer(settings)
+    try:
+        return Trainer.resumed(settings) if resume else Trainer(settings)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
-def _train(trainer: Trainer, as_json: bool) -> None:
-    from rich.console import Console  # noqa: PLC0415
-
-    from ringspan.train.metrics import Metrics  # noqa: PLC0415
-
-    folder = Path(trainer.settings.out)
-    console = Console(stderr=as_json, quiet=not trainer.crew.is_speaker)
-    _say_start(console, trainer)
-    with Metrics(folder, trainer.crew.is_speaker) as metrics:
-        last = _run(trainer, metrics, console)
-    trainer.save_model(folder / "model")
-    console.print(f"The model is in {folder / 'model'}, the figures in {folder / 'metrics.jsonl'}.", soft_wrap=True)
-    if as_json and trainer.crew.is_speaker and last is not None:
-        typer.echo(json.dumps({**dataclasses.asdict(last), "bits_per_byte": last.bits_per_byte, "out": str(folder)}))
+@contextmanager
+def _served(display: Display, address: str, port: int, console: Console) -> Iterator[None]:
+    """The endpoint that was asked for, on the rank that speaks; without a port nothing is opened."""
+    if not port or console.quiet:
+        yield
+        return
+    try:
+        from ringspan.train.endpoint import serve  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        raise RunError(f"--metrics-port needs {error.name}: pip install 'ringspan[train]'") from None
+    with serve(display, address, port):
+        console.print(f"Figures for Prometheus: http://{address}:{port}/metrics", highlight=False, soft_wrap=True)
+        yield
 
 
 def _say_start(console: Console, trainer: Trainer) -> None:
@@ -132,26 +200,6 @@ def _say_start(console: Console, trainer: Trainer) -> None:
         highlight=False,
         soft_wrap=True,
     )
-
-
-def _run(trainer: Trainer, metrics: Metrics, console: Console) -> Step | None:
-    """All steps, with a bar that says how it goes."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415
-
-    columns = (TextColumn("step {task.completed:.0f}/{task.total:.0f}"), BarColumn(20), TimeRemainingColumn())
-    last: list[Step] = []
-    with Progress(*columns, TextColumn("{task.fields[figures]}"), console=console) as progress:
-        task = progress.add_task("", total=trainer.settings.steps, completed=trainer.next_step, figures="")
-
-        def report(step: Step) -> None:
-            last[:] = [step]
-            metrics.write(step)
-            progress.update(task, completed=step.number + 1, figures=str(step))
-            if not console.is_terminal:
-                console.print(f"step {step.number + 1}: {step}", highlight=False, soft_wrap=True)
-
-        trainer.run(report)
-    return last[0] if last else None
 
 
 with_flags(train, [*flags_of(TrainSettings), *flags_of(LongNetConfig, "Model")])

@@ -31,6 +31,7 @@ _OPTIONAL_PACKAGES = {
     "transformers": ("Hugging Face models", "pip install 'ringspan[transformers]'"),
     "deepspeed": ("sharded optimisers beside a ring", "pip install --no-build-isolation 'ringspan[deepspeed]'"),
     "safetensors": ("weights in safe files", "pip install 'ringspan[train]'"),
+    "prometheus-client": ("an endpoint with a training's figures", "pip install 'ringspan[train]'"),
     "tensorboard": ("curves of a training", "pip install tensorboard"),
 }
 _BACKENDS = {

@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from ringspan.described import described, known_values
+from ringspan.described import check_kinds, described, known_values
 from ringspan.geometry import Dilated, Full, HeadOffsets, Pattern
 
 
@@ -39,8 +39,10 @@ class LongNetConfig:
     tie_embeddings: bool = described(False, "Use the embedding as the output head.")
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "segment_lengths", tuple(self.segment_lengths))
-        object.__setattr__(self, "dilation_rates", tuple(self.dilation_rates))
+        for name in ("segment_lengths", "dilation_rates"):
+            if isinstance(getattr(self, name), list):  # as JSON has them
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+        check_kinds(self)
         for name in ("vocab_size", "layers", "width", "heads", "kv_heads", "mlp_width"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
@@ -52,6 +54,8 @@ class LongNetConfig:
             raise ValueError(f"width / heads = {self.head_dim}: must be even, for rotary positions")
         if not self.rotary_base > 0:
             raise ValueError(f"rotary_base={self.rotary_base}: must be positive")
+        if self.norm_eps < 0:
+            raise ValueError(f"norm_eps={self.norm_eps}: must not be negative")
         self.pattern_of(0)
 
     @property

@@ -224,6 +224,9 @@ class LongNet(nn.Module):
     def from_pretrained(folder: str | Path) -> LongNet:
         """The model that `save_pretrained` wrote."""
         text, weights = load_weights(Path(folder))
-        model = LongNet(LongNetConfig.from_json(text))
-        model.load_state_dict(weights)
+        try:
+            model = LongNet(LongNetConfig.from_json(text))
+            model.load_state_dict(weights)
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(f"{folder}: not a model that fits its config.json ({error})") from error
         return model

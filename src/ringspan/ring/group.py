@@ -17,7 +17,7 @@ from ringspan.planning import Passing, check_passing
 from ringspan.ring import registry
 from ringspan.ring.errors import RingError
 from ringspan.ring.gather import GatherRows
-from ringspan.ring.mail import Counters, Flight, Letters, Mail
+from ringspan.ring.mail import Counters, Flight, Letters, Mail, Wait
 from ringspan.ring.notes import by_value, check_agreement, exchange_notes
 from ringspan.ring.players import Note, Result
 from ringspan.ring.rows import take_rows
@@ -162,6 +162,7 @@ class _GroupMail:
     def post(self, sends: Letters, receives: Letters, label: str) -> _GroupFlight:
         group = self.ring.group
         self.counters.count(sends, receives)
+        self.counters.posted = label
         operations = [
             dist.P2POp(operation, buffer, dist.get_global_rank(group, peer), group)
             for operation, letters in ((dist.isend, sends), (dist.irecv, receives))
@@ -184,8 +185,10 @@ class _GroupFlight:
 
     def wait(self) -> None:
         start = time.perf_counter()
+        self.ring.counters.wait = Wait(self.label, tuple(dict.fromkeys(peer for _, peer in self.waits)), start)
         for i, work in enumerate(self.works):
             self._wait_for(work, i)
+        self.ring.counters.wait = None
         self.ring.counters.waiting_seconds += time.perf_counter() - start
 
     def _wait_for(self, work: dist.Work, i: int) -> None:

@@ -33,6 +33,15 @@ class Mail(Protocol):
         """Send and await buffers; the peer's post lists the same letters in the same order."""
 
 
+@dataclass(frozen=True)
+class Wait:
+    """A rank that cannot go on: the post it waits for, the peers in it, and since when (`time.perf_counter`)."""
+
+    label: str
+    peers: tuple[int, ...]
+    since: float
+
+
 @dataclass
 class Counters:
     """What really went over the wire, and what it cost: so that a user can see that the ring is real.
@@ -50,6 +59,8 @@ class Counters:
     peak_parcel_bytes: int = 0
     live_bytes: int = 0
     peak_bytes: int = 0
+    posted: str = ""  # the latest post: its parcels are in flight, or have just arrived
+    wait: Wait | None = None  # what the rank waits for at this moment; None while it works
 
     def count(self, sends: Letters, receives: Letters) -> None:
         self.messages_sent += len(sends)

@@ -30,6 +30,7 @@ class Step:
     peak_bytes: int  # since the run began
     waiting_seconds: float
     hidden_share: float | None  # of the time that its parcels take; None where that is too short to tell
+    late_rank: int | None = None  # that the others of its ring waited for; None where they hardly waited
 
     @property
     def bits_per_byte(self) -> float:
@@ -41,9 +42,10 @@ class Step:
 
     def __str__(self) -> str:
         hidden = "" if self.hidden_share is None else f", {self.hidden_share:.0%} of communication hidden"
+        late = "" if self.late_rank is None else f", waiting for rank {self.late_rank}"
         return (
             f"{self.bits_per_byte:.3f} bits/byte, {self.tokens_per_second:,.0f} tokens/s, "
-            f"{self.peak_bytes / 2**20:,.0f} MiB a rank{hidden}"
+            f"{self.peak_bytes / 2**20:,.0f} MiB a rank{hidden}{late}"
         )
 
 

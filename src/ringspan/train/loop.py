@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import cast
 
 import torch
@@ -14,25 +13,34 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+import ringspan as rs
 from ringspan.models import LongNet
 from ringspan.models.saving import save_weights
 from ringspan.train.checkpoints import SETTINGS, Checkpoints
 from ringspan.train.corpus import Corpus
+from ringspan.train.errors import RunError
 from ringspan.train.figures import Step, hidden_share, travel_of_a_step
+from ringspan.train.files import write_whole
+from ringspan.train.finite import check_finite
+from ringspan.train.heartbeats import Pulse
 from ringspan.train.mesh import Crew, assemble, spread
 from ringspan.train.settings import TrainSettings
+from ringspan.train.stragglers import late_rank
+from ringspan.train.together import figures_of_all, together
 
 
 class Trainer:
     """A run: model, optimiser, text, and where it stands."""
 
     def __init__(self, settings: TrainSettings, *, resume: bool = False) -> None:
-        self.settings = settings
+        self.settings, self.pulse = settings, Pulse()
         self.checkpoints = Checkpoints(Path(settings.out) / "checkpoints", settings.keep)
         self.checkpoints.check_before(settings, resume)
         self.crew: Crew = assemble(settings)
         self.corpus, self.held_out = Corpus.of(settings.data).split(settings.held_out)
+        self.corpus.start_of(settings.seed, 0, settings.tokens)  # too short a text is found out now
         torch.manual_seed(settings.seed)
         model = LongNet(settings.model).to(self.crew.device.device)
         if settings.dtype == "float64":
@@ -54,37 +62,55 @@ class Trainer:
     def resumed(settings: TrainSettings) -> Trainer:
         """A run that goes on from the last checkpoint, also of another number of ranks; from the start without one."""
         trainer = Trainer(settings, resume=True)
-        trainer.next_step = trainer.checkpoints.load_latest(trainer.model, trainer.optimizer) or 0
+        trainer.load()
         return trainer
+
+    def load(self) -> None:
+        """Go on from the last checkpoint, if there is one."""
+        self.pulse.at(self.next_step, "loading")
+        self.next_step = self.checkpoints.load_latest(self.model, self.optimizer, self.crew.device.device) or 0
 
     def run(self, report: Callable[[Step], None], until: int | None = None) -> None:
         """The steps that are left, or those before ``until``, with a checkpoint now and then and at the end."""
         last = self.settings.steps if until is None else until
-        if self.crew.is_speaker:
-            folder = Path(self.settings.out)
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / SETTINGS).write_text(self.settings.to_json())
-        while self.next_step < last:
-            report(self._step(self.next_step))
-            if self.next_step % self.settings.save_every == 0 or self.next_step == last:
-                self.checkpoints.save(self.next_step, self.model, self.optimizer)
+        try:
+            together(self._write_settings, self.crew.device.device)
+            while self.next_step < last:
+                report(self._step(self.next_step))
+                if self.next_step % self.settings.save_every == 0 or self.next_step == last:
+                    self.save()
+        except RuntimeError as error:
+            explained = self._explained(error)
+            if explained is None:
+                raise
+            raise explained from error
+
+    def save(self) -> None:
+        """Write a checkpoint; all ranks together."""
+        self.pulse.at(self.next_step - 1, "saving")
+        self.checkpoints.save(self.next_step, self.model, self.optimizer, self.crew.device.device)
 
     def save_model(self, folder: Path) -> None:
         """The weights as `LongNet.from_pretrained` reads them, from all ranks; one of them writes."""
         whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
         weights = get_model_state_dict(self.model, options=whole)
-        if self.crew.is_speaker:
-            save_weights(folder, self.settings.model.to_json(), weights)  # type: ignore[arg-type]
+
+        def write() -> None:
+            if self.crew.is_speaker:
+                save_weights(folder, self.settings.model.to_json(), weights)  # type: ignore[arg-type]
+
+        together(write, self.crew.device.device)
+
+    def close(self) -> None:
+        """Leave the group; all ranks together, when all is well."""
         dist.barrier()
-
-    def __enter__(self) -> Trainer:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Leave the group; all ranks together, unless something went wrong: then nobody is waited for."""
-        if kind is None:
-            dist.barrier()
         dist.destroy_process_group()
+
+    def _write_settings(self) -> None:
+        if self.crew.is_speaker:
+            folder = Path(self.settings.out)
+            folder.mkdir(parents=True, exist_ok=True)
+            write_whole(folder / SETTINGS, self.settings.to_json())
 
     def _step(self, number: int) -> Step:
         settings, crew = self.settings, self.crew
@@ -94,25 +120,31 @@ class Trainer:
         crew.ring.reset_counters()
         start = time.perf_counter()
         loss = self._micro_steps(number)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip or float("inf"))
+        weights = [weight for weight in self.model.parameters() if weight.grad is not None]
+        norm = get_total_norm([weight.grad for weight in weights if weight.grad is not None])
+        gradient_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+        losses = figures_of_all(crew.device.device, loss.item())[:, 0]
+        check_finite(number, losses, gradient_norm, self.model, self.checkpoints)
+        if settings.clip:
+            clip_grads_with_norm_(weights, settings.clip, norm)
+        self.pulse.at(number, "updating")
         self.optimizer.step()
         self.optimizer.zero_grad()
-        dist.all_reduce(loss)
-        most = torch.tensor([crew.device.peak_bytes(), crew.ring.counters.waiting_seconds], dtype=torch.float64)
-        most = most.to(crew.device.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX)
+        figures = figures_of_all(crew.device.device, crew.device.peak_bytes(), crew.ring.counters.waiting_seconds)
+        waits = figures[:, 1].tolist()
         seconds = time.perf_counter() - start
         self.next_step = number + 1
         return Step(
             number,
-            loss=loss.item() / crew.world,  # each rank's share was multiplied by the number of ranks
-            gradient_norm=(norm.full_tensor() if isinstance(norm, DTensor) else norm).item(),
+            loss=losses.mean().item(),  # each rank's share was multiplied by the number of ranks
+            gradient_norm=gradient_norm,
             rate=rate,
             seconds=seconds,
             tokens=settings.tokens * settings.batch * settings.accumulate * crew.data_size,
-            peak_bytes=int(most[0]),
-            waiting_seconds=most[1].item(),
-            hidden_share=hidden_share(self.travel, most[1].item(), seconds),
+            peak_bytes=int(figures[:, 0].max()),
+            waiting_seconds=max(waits),
+            hidden_share=hidden_share(self.travel, max(waits), seconds),
+            late_rank=late_rank(waits, crew.ring.size, seconds),
         )
 
     def _micro_steps(self, number: int) -> Tensor:
@@ -122,7 +154,9 @@ class Trainer:
         total = torch.zeros((), dtype=torch.float64, device=crew.device.device)
         for micro in range(settings.accumulate):
             fsdp.set_requires_gradient_sync(micro == settings.accumulate - 1)
+            self.pulse.at(number, "reading")
             tokens, targets = self._rows(number, micro)
+            self.pulse.at(number, "forward")
             with torch.autocast(crew.device.device.type, torch.bfloat16, enabled=settings.dtype == "bfloat16"):
                 loss = self.model.loss(
                     tokens,
@@ -132,6 +166,7 @@ class Trainer:
                     group=dist.group.WORLD,
                     gradients="averaged",
                 )
+            self.pulse.at(number, "backward")
             (loss / settings.accumulate).backward()
             total += loss.detach().double() / settings.accumulate
         return total
@@ -150,3 +185,13 @@ class Trainer:
         tokens = torch.stack([torch.cat([part[:-1] for part in parts]) for parts in sequences])
         targets = torch.stack([torch.cat([part[1:] for part in parts]) for parts in sequences])
         return tokens.long().to(crew.device.device), targets.long().to(crew.device.device)
+
+    def _explained(self, error: RuntimeError) -> rs.RingError | None:
+        """What a collective says of a lost rank, in plain words; None if the error is another."""
+        lost = isinstance(error, dist.DistError) or "gloo" in str(error)
+        if not lost or isinstance(error, (RunError, rs.RingError)):
+            return None
+        return rs.RingError(
+            f"rank {self.crew.rank}: step {self.pulse.step + 1}, {self.pulse.doing}: another rank is gone, or did not "
+            f"answer within {self.settings.patience:g} s ({error})"
+        )

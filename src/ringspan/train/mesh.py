@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 import ringspan as rs
 from ringspan.evidence.device import Device, this_ranks_device
 from ringspan.models import LongNet
+from ringspan.train.meeting import meet
 from ringspan.train.settings import TrainSettings
 
 
@@ -50,15 +52,17 @@ def assemble(settings: TrainSettings) -> Crew:
     """Join the group that torchrun started, or be a group of one; then lay out the mesh."""
     device = this_ranks_device()
     kind = device.device.type
-    bound_to: dict[str, Any] = {} if kind == "cpu" else {"device_id": device.device}
+    how: dict[str, Any] = {} if kind == "cpu" else {"device_id": device.device}
+    how["timeout"] = datetime.timedelta(seconds=settings.patience)
     if not dist.is_initialized():
         if dist.is_torchelastic_launched():
             if kind == "cpu":
                 torch.set_num_threads(1)
-            dist.init_process_group(device.backend, **bound_to)
+            store, rank, world = meet(settings.patience)
+            dist.init_process_group(device.backend, store=store, rank=rank, world_size=world, **how)
         else:
             alone = dist.HashStore()  # type: ignore[attr-defined]
-            dist.init_process_group(device.backend, store=alone, rank=0, world_size=1, **bound_to)
+            dist.init_process_group(device.backend, store=alone, rank=0, world_size=1, **how)
     world = dist.get_world_size()
     ring_size = settings.ring_size(world)
     mesh = init_device_mesh(kind, (world // ring_size, ring_size), mesh_dim_names=("data", "ring"))

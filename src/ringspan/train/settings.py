@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from ringspan.described import described, known_values
+from ringspan.described import check_kinds, described, known_values
 from ringspan.models.config import LongNetConfig
 
 
@@ -49,12 +49,16 @@ class TrainSettings:
     recompute: bool = described(
         True, "Compute layers again in backward. Attention's outputs are kept: the ring is not walked again.", "Ranks"
     )
+    patience: float = described(
+        1800.0, "Seconds without an answer after which another rank is given up, and with it the run.", "Ranks"
+    )
 
     out: str = described("ringspan-run", "Folder of settings, metrics, checkpoints and the trained model.", "Output")
     save_every: int = described(50, "Steps between checkpoints.", "Output")
     keep: int = described(3, "Checkpoints that are kept.", "Output")
 
     def __post_init__(self) -> None:
+        check_kinds(self)
         for name in ("tokens", "batch", "accumulate", "steps", "save_every", "keep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
@@ -64,12 +68,13 @@ class TrainSettings:
         for name in ("held_out", "final_share", "beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 0 and below 1")
-        for entry in dataclasses.fields(self):
-            name, choices = entry.name, choices_of(type(self), entry.name)
-            if choices and getattr(self, name) not in choices:
-                raise ValueError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(choices)}")
-        if not self.learning_rate > 0:
-            raise ValueError(f"learning_rate={self.learning_rate}: must be positive")
+        for name in ("learning_rate", "patience"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)}: must be positive")
+        if self.seed >= 2**40:
+            raise ValueError(f"seed={self.seed}: must be below 2**40")
+        if self.patience > 1e6:
+            raise ValueError(f"patience={self.patience}: must be at most 1e6 seconds, which is eleven days")
         if self.model.vocab_size < 256:
             raise ValueError(f"vocab_size={self.model.vocab_size}: must be at least 256, since text is read as bytes")
         if not self.model.causal:
@@ -84,7 +89,7 @@ class TrainSettings:
         values = known_values(TrainSettings, text)
         if "model" in values:
             values["model"] = LongNetConfig.from_json(json.dumps(values["model"]))
-        if "data" in values:
+        if isinstance(values.get("data"), list):
             values["data"] = tuple(values["data"])
         return TrainSettings(**values)
 
@@ -93,7 +98,7 @@ class TrainSettings:
         """The settings in a file."""
         try:
             return TrainSettings.from_json(path.read_text())
-        except (OSError, TypeError, ValueError) as error:
+        except (OSError, ValueError) as error:
             raise ValueError(f"{path}: {error}") from error
 
     def changed(self, changes: dict[str, Any]) -> TrainSettings:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ringspan.evidence.device import Cpu, Device, this_ranks_device
 from ringspan.processes import run_local_ranks
+from ringspan.verify.letters import tell_all
 
 Task = Callable[..., Any]
 
@@ -88,9 +89,7 @@ class LaunchedTeam:
         if size not in self.groups:
             self.groups[size] = dist.new_group(list(range(size)))
         mine = task(self.groups[size], self.device, *arguments) if self.rank < size else None
-        everybody: list[Any] = [None] * self.world
-        dist.all_gather_object(everybody, mine)
-        return everybody[:size]
+        return tell_all(mine, self.device.device)[:size]
 
 
 def find_team(timeout_seconds: float = 300.0) -> Team:

@@ -1,0 +1,185 @@
+"""What comes from files and peers is never code: damaged, foreign and hostile files are one error each."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import resource
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.fuzz_files import fuzz
+from ringspan.processes import run_local_ranks
+from ringspan.train.errors import RunError
+from ringspan.train.files import checksum
+from ringspan.train.loop import Trainer
+from ringspan.train.parts import MANIFEST, read_manifest, write_manifest
+from ringspan.train.settings import TrainSettings
+from tests.train.tasks import settings_for
+
+ROUNDS = 60  # of six kinds; `python -m benchmarks.fuzz` has more
+
+
+def trained(settings: TrainSettings) -> tuple[Trainer, Path]:
+    """A run of two steps, and the folder of its last checkpoint."""
+    trainer = Trainer(settings)
+    trainer.run(lambda step: None)
+    return trainer, trainer.checkpoints.path_of(trainer.checkpoints.steps()[-1])
+
+
+class Bomb:
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.mark}",)
+
+
+def load_foreign(settings: TrainSettings) -> dict[str, str]:
+    """What is said of folders that are not, or no longer, checkpoints."""
+    trainer, folder = trained(settings)
+    whole = shutil.copytree(folder, folder.parent.parent / "whole")
+    (part,) = whole.glob("part-*")
+    said = {}
+
+    def attempt(name: str) -> None:
+        with pytest.raises(RunError) as caught:
+            trainer.load()
+        said[name] = str(caught.value)
+        shutil.rmtree(folder)
+        shutil.copytree(whole, folder)
+
+    os.truncate(folder / part.name, part.stat().st_size // 2)
+    attempt("truncated")
+    (folder / part.name).unlink()
+    attempt("missing")
+    (folder / MANIFEST).unlink()
+    (folder / ".metadata").write_bytes(pickle.dumps(Bomb(whole.parent / "went-off")))
+    attempt("foreign")
+    torch.save({"weight": Bomb(whole.parent / "went-off")}, folder / part.name)
+    manifest = read_manifest(folder)
+    files = {part.name: ((folder / part.name).stat().st_size, checksum(folder / part.name))}
+    write_manifest(folder, dataclasses.replace(manifest, files=files))
+    attempt("pickled")
+    write_manifest(folder, dataclasses.replace(manifest, files={"../whole/" + part.name: (1, "")}))
+    attempt("escaping")
+    trainer.load()
+    other = Trainer(dataclasses.replace(settings.changed({"mlp_width": 64}), out=settings.out + "-other"))
+    other.checkpoints = trainer.checkpoints
+    with pytest.raises(RunError) as caught:
+        other.load()
+    return {**said, "another shape": str(caught.value)}
+
+
+def test_hundreds_of_damaged_files_are_a_sentence_each_and_run_nothing(tmp_path: Path) -> None:
+    (found,) = run_local_ranks(1, fuzz, settings_for(tmp_path, steps=2), ROUNDS)
+    assert sum(kind.tried for kind in found) == 6 * ROUNDS
+    for kind in found:
+        assert not kind.defects
+        assert len(kind.sentences) > 0.7 * ROUNDS
+    checkpoints = [sentence for kind in found[:3] for sentence in kind.sentences]
+    assert all(sentence.startswith(str(tmp_path)) and "\n" not in sentence.strip() for sentence in checkpoints)
+
+
+def test_foreign_and_truncated_checkpoints_say_what_they_are(tmp_path: Path) -> None:
+    (said,) = run_local_ranks(1, load_foreign, settings_for(tmp_path / "run", steps=2))
+    assert "bytes of" in said["truncated"]
+    assert "missing" in said["missing"]
+    assert "not a checkpoint of ringspan: remove it" in said["foreign"]
+    assert "not a part of a checkpoint" in said["pickled"]
+    assert "is not the name of a part" in said["escaping"]
+    assert "here it is" in said["another shape"]
+    assert not (tmp_path / "run/went-off").exists()
+
+
+def without_pickles(settings: TrainSettings) -> tuple[int, int]:
+    """Train, save and resume with every unpickler of Python and of torch's collectives forbidden."""
+
+    def forbid(*_: Any, **__: Any) -> NoReturn:
+        raise AssertionError("something was unpickled")
+
+    pickle.load = pickle.loads = pickle.Unpickler = forbid  # type: ignore[assignment, misc]
+    dist.distributed_c10d._unpickler = forbid  # type: ignore[assignment]
+    Trainer(settings).run(lambda step: None, until=2)
+    resumed = Trainer.resumed(settings)
+    first = resumed.next_step
+    resumed.run(lambda step: None)
+    resumed.save_model(Path(settings.out) / "model")
+    return first, resumed.next_step
+
+
+def fill_the_disk(settings: TrainSettings) -> tuple[str, list[int]]:
+    """A run of which rank 1 may at last write no more than a few bytes to any file, as on a full disk."""
+    trainer = Trainer(settings)
+    trainer.run(lambda step: None, until=2)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        trainer.run(lambda step: None)
+    except RunError as error:
+        return str(error), trainer.checkpoints.steps()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    raise AssertionError("it went on")
+
+
+def explode(settings: TrainSettings, spoil: Callable[[Tensor], Tensor]) -> tuple[str, list[int]]:
+    """A run in which rank 1's loss is spoiled from the third step on: what stops it, and which checkpoints are left."""
+    trainer = Trainer(settings)
+    loss, calls = trainer.model.loss, []
+
+    def spoiled(*tensors: Any, **more: Any) -> Tensor:
+        calls.append(1)
+        found = loss(*tensors, **more)
+        return spoil(found) if len(calls) > 2 and dist.get_rank() == 1 else found
+
+    trainer.model.loss = spoiled  # type: ignore[method-assign]
+    try:
+        trainer.run(lambda step: None)
+    except RunError as error:
+        return str(error), trainer.checkpoints.steps()
+    raise AssertionError("it went on")
+
+
+def not_a_number(loss: Tensor) -> Tensor:
+    return loss * float("nan")
+
+
+def infinite_gradients(loss: Tensor) -> Tensor:
+    loss.register_hook(lambda gradient: gradient * float("inf"))
+    return loss
+
+
+def two_ranks(folder: Path) -> dict[str, Any]:
+    """All that is asked of two ranks, in one launch; what forbids unpickling comes last."""
+    return {
+        "disk": fill_the_disk(settings_for(folder / "disk", save_every=1, steps=4)),
+        "loss": explode(settings_for(folder / "loss", save_every=1, steps=6), not_a_number),
+        "gradient": explode(settings_for(folder / "gradient", save_every=2, steps=6), infinite_gradients),
+        "pickles": without_pickles(settings_for(folder / "pickles", steps=4)),
+    }
+
+
+def test_two_ranks_stop_together_and_unpickle_nothing(tmp_path: Path) -> None:
+    found = run_local_ranks(2, two_ranks, tmp_path)
+    for rank in found:
+        sentence, steps = rank["disk"]
+        assert "step 3 could not be saved: rank 1:" in sentence
+        assert f"the last good checkpoint is {tmp_path}/disk/checkpoints/step-00000002" in sentence
+        assert steps == [1, 2]
+        sentence, steps = rank["loss"]
+        assert sentence.startswith("step 3: the loss is not finite on rank 1. Nothing was written; the last good")
+        assert steps == [1, 2]
+        sentence, steps = rank["gradient"]
+        assert sentence.startswith("step 3: gradients are not finite: that of embedding.weight, in the part of rank")
+        assert steps == [2]
+        assert rank["pickles"] == (2, 4)
