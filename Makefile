@@ -7,7 +7,7 @@ PEERS := $(VENV)/peers
 INTEGRATIONS := $(VENV)/integrations
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-integrations lint docs versions figures bench clean
+.PHONY: help run test test-integrations lint docs versions figures bench scale clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{ printf "  make %-18s %s\n", $$1, $$2 }'
@@ -43,6 +43,9 @@ bench: $(PEERS)  ## measure speed and memory and kill runs (about two and a half
 	@$(BIN)/python -m benchmarks.decoding
 	@$(BIN)/python -m benchmarks.faults
 	@$(BIN)/python -m benchmarks.fuzz
+
+scale: $(READY)  ## measure growth with length and ring, and write docs/scale.md (half an hour, a quiet machine)
+	@$(BIN)/python -m benchmarks.scale
 
 clean:  ## remove .venv and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,6 +1,6 @@
 """Decoding, measured: time and memory for each token over a long text, with a bounded cache and with a full one.
 
-    python -m benchmarks.decoding           # about five minutes on one core
+    python -m benchmarks.decoding           # about seven minutes on one core
     python -m benchmarks.decoding --quick   # a short text: does it run? Nothing is written.
 
 The bounded cache writes every token. The full one, whose time grows with the text, is brought to each length by reading
@@ -44,9 +44,13 @@ def resident_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def write_bounded(tokens: int, window: int) -> dict[str, Any]:
-    """Write so many tokens; figures of each window, and the last logits against a full forward pass."""
-    decoder = new_decoder(BOUNDED)
+def write_bounded(tokens: int, window: int, short: int) -> dict[str, Any]:
+    """Write so many tokens; figures of each window, and the last logits against a full forward pass.
+
+    In turns with it a short text is written that begins anew after so many tokens: a machine that is slower for a while
+    is slower for both.
+    """
+    decoder, beside = new_decoder(BOUNDED), ShortTexts(short)
     text = torch.empty(tokens + 1, dtype=torch.int64)
     text[0] = 10
     choose = Sampler(seed=0)
@@ -63,6 +67,7 @@ def write_bounded(tokens: int, window: int) -> dict[str, Any]:
             dict(
                 tokens=first + window - 1,
                 seconds=seconds,
+                short_seconds=beside.write(window // 2),
                 cache_bytes=decoder.cache_bytes,
                 resident_bytes=resident_bytes(),
                 most_rows=most,
@@ -72,6 +77,25 @@ def write_bounded(tokens: int, window: int) -> dict[str, Any]:
         whole = decoder.model.logits(decoder.model(text[None])[:, -1])
     apart = (whole - logits).abs().max().item() / whole.abs().max().item()
     return {"windows": rows, "bound": decoder.caches[0].bound, "apart": apart}
+
+
+class ShortTexts:
+    """Texts of one length, one after another, written a piece at a time."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens, self.written, self.choose = tokens, tokens, Sampler(seed=0)
+        self.decoder = new_decoder(BOUNDED)
+
+    def write(self, tokens: int) -> float:
+        """Seconds a token."""
+        start = time.process_time()
+        for _ in range(tokens):
+            if self.written == self.tokens:
+                self.decoder.reset()
+                self.written, self.logits = 0, self.decoder.read([torch.tensor([10])])
+            self.logits = self.decoder.step(self.choose(self.logits))
+            self.written += 1
+        return (time.process_time() - start) / tokens
 
 
 def write_full(tokens: int, every: int) -> Rows:
@@ -100,7 +124,7 @@ def main() -> None:
     console = Console()
     with console.status("writing with a bounded cache, then with a full one"):
         # Each in a process of its own, with one thread: memory is what the one cache needs.
-        (bounded,) = run_local_ranks(1, write_bounded, tokens, window, timeout_seconds=3600)
+        (bounded,) = run_local_ranks(1, write_bounded, tokens, window, every, timeout_seconds=3600)
         (full,) = run_local_ranks(1, write_full, tokens, every, timeout_seconds=3600)
     results = {"machine": describe_machine(), "bounded": bounded, "full": full}
     if arguments.quick:

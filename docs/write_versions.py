@@ -7,7 +7,10 @@ import platform
 from importlib import metadata
 from pathlib import Path
 
-PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "safetensors", "tensorboard", "sphinx")
+PACKAGES = (
+    *("torch", "transformers", "accelerate", "deepspeed"),
+    *("safetensors", "prometheus-client", "tensorboard", "sphinx"),
+)
 
 
 def main() -> None:

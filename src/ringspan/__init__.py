@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ringspan import kernels, models, nn
+    from ringspan import kernels, models, nn, streaming
     from ringspan.public import (
         Cache,
         Dilated,
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
         attention_step,
         best_layout,
         plan,
+        stream_attention,
+        stream_backward,
     )
 
 __version__ = "0.1.0"
@@ -57,9 +59,12 @@ __all__ = [
     "models",
     "nn",
     "plan",
+    "stream_attention",
+    "stream_backward",
+    "streaming",
 ]
 
-_ROOMS = ("kernels", "models", "nn")  # modules, found without asking the others
+_ROOMS = ("kernels", "models", "nn", "streaming")  # modules, found without asking the others
 
 
 def __getattr__(name: str) -> Any:

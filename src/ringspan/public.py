@@ -6,6 +6,7 @@ from ringspan.geometry import Dilated, Full, Pattern
 from ringspan.order import Hilbert, Morton, Order, RowMajor, Snake
 from ringspan.prices import best_layout, plan
 from ringspan.ring import Ring, RingError, SimulatedRing
+from ringspan.streaming import stream_attention, stream_backward
 
 __all__ = [
     "Cache",
@@ -25,4 +26,6 @@ __all__ = [
     "attention_step",
     "best_layout",
     "plan",
+    "stream_attention",
+    "stream_backward",
 ]

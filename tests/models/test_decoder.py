@@ -41,6 +41,15 @@ def test_logits_equal_a_full_forward_pass_at_every_position(changes: dict[str, A
     torch.testing.assert_close(torch.stack(found, 1), wanted[:, 36:], rtol=0, atol=1e-10)
 
 
+def test_reset_begins_anew() -> None:
+    decoder, first, second = Decoder(new_model()), torch.randint(256, (40,)), torch.randint(256, (23,))
+    wanted = decoder.read([second])
+    decoder.reset()
+    decoder.read([first])
+    decoder.reset()
+    torch.testing.assert_close(decoder.read([second]), wanted, rtol=0, atol=0)
+
+
 def test_prompts_of_different_lengths_and_more_to_read_later() -> None:
     model = new_model()
     texts = [torch.randint(256, (n,)) for n in (90, 51, 70)]

@@ -10,7 +10,7 @@ import ringspan as rs
 from ringspan.geometry import Documents
 from ringspan.layout import Layout
 from ringspan.oracle import multiplicity
-from ringspan.planning import Hop, Parcel, RankPlan, plan_rank
+from ringspan.planning import ByNode, Hop, Parcel, RankPlan, plan_rank
 from tests.strategies import lengths, patterns
 
 
@@ -20,7 +20,7 @@ def rings(draw: st.DrawFn) -> tuple[list[RankPlan], Layout, dict]:  # type: igno
     sizes = draw(lengths())
     layout = Layout(draw(st.sampled_from(["contiguous", "zigzag"])), sum(sizes), draw(st.integers(1, 6)))
     pattern, kv_heads, causal = draw(patterns()), draw(st.integers(1, 5)), draw(st.booleans())
-    passing = draw(st.sampled_from(["relay", "direct"]))
+    passing = draw(st.sampled_from(["relay", "direct", ByNode(1), ByNode(2), ByNode(3)]))
     plans = [
         plan_rank(pattern, Documents(sizes), layout, rank, kv_heads, causal, passing)
         for rank in range(layout.ring_size)

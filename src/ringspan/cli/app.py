@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import ringspan as rs
-from ringspan.cli import bench, doctor, evaluate, generate, plan, train, verify
+from ringspan.cli import bench, doctor, evaluate, generate, plan, rehearse, stream, train, verify
 
 app = typer.Typer(
     name="ringspan",
@@ -19,7 +19,10 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-COMMANDS = (verify.verify, plan.plan, bench.bench, train.train, evaluate.evaluate, generate.generate, doctor.doctor)
+COMMANDS = (
+    *(verify.verify, plan.plan, rehearse.rehearse, stream.stream, bench.bench),
+    *(train.train, evaluate.evaluate, generate.generate, doctor.doctor),
+)
 for command in COMMANDS:
     app.command()(command)
 

@@ -88,6 +88,11 @@ class Decoder:
             yield tokens
             logits = self.step(tokens)
 
+    def reset(self) -> None:
+        """Forget every text, to read others; the memory is kept."""
+        for cache in self.caches:
+            cache.reset()
+
     @property
     def cache_bytes(self) -> int:
         """Memory of all layers' caches on this device."""

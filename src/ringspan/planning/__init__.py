@@ -3,13 +3,15 @@
 Knows no tensor, no device and no process group.
 """
 
+from ringspan.planning.contents import packing_from_sequence
 from ringspan.planning.parcels import Message, Packing, Parcel
 from ringspan.planning.price import LayoutAdvice, Memory, RingPlan, Sizes, advise_layout
 from ringspan.planning.rank import Hop, RankPlan, plan_rank
-from ringspan.planning.shared import Passing, check_passing
+from ringspan.planning.shared import ByNode, Passing, check_passing
 from ringspan.planning.tiles import Tile
 
 __all__ = [
+    "ByNode",
     "Hop",
     "LayoutAdvice",
     "Memory",
@@ -23,5 +25,6 @@ __all__ = [
     "Tile",
     "advise_layout",
     "check_passing",
+    "packing_from_sequence",
     "plan_rank",
 ]

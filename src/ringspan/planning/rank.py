@@ -14,7 +14,7 @@ from functools import lru_cache
 from ringspan.geometry import Documents, Pattern, group_heads, pieces
 from ringspan.layout import Layout, Span
 from ringspan.planning.parcels import Message, Packing, packing, parcel_lanes
-from ringspan.planning.shared import Passing, SharedSegment
+from ringspan.planning.shared import Passing, SharedSegment, owner_sends
 from ringspan.planning.tiles import Tile, fuse_equal_segments
 
 
@@ -144,7 +144,7 @@ def _plan_shared(
         for place, seer in enumerate(seers):
             hop = drafts[segment.distance(rank, seer)]
             hop.homecoming.append(Message(parcel, seer))
-            if passing == "direct" or place == 0:
+            if place == 0 or owner_sends(passing, rank, seer):
                 hop.sends.append(Message(parcel, seer))
     for key_part, part in enumerate(segment.parts):
         met = [i for i in mine if segment.meet(i, key_part)]
@@ -155,9 +155,10 @@ def _plan_shared(
         if part.rank == rank:
             continue
         parcel = segment.parcel(key_part)
-        hop.receives.append(Message(parcel, part.rank if passing == "direct" else segment.before(rank, key_part)))
-        following = segment.after(rank, key_part) if passing == "relay" else None
-        if following is not None:
+        from_owner = owner_sends(passing, part.rank, rank)
+        hop.receives.append(Message(parcel, part.rank if from_owner else segment.before(rank, key_part)))
+        following = None if passing == "direct" else segment.after(rank, key_part)
+        if following is not None and not owner_sends(passing, part.rank, following):
             drafts[segment.distance(part.rank, following)].sends.append(Message(parcel, following))
 
 

@@ -11,19 +11,50 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Literal, get_args
+from typing import Literal
 
 from ringspan.geometry import Lane, Piece
 from ringspan.layout import Part
 from ringspan.planning.parcels import Parcel
 
-Passing = Literal["relay", "direct"]
+
+@dataclass(frozen=True, slots=True)
+class ByNode:
+    """Relay, but a parcel enters each node once: inside its owner's node the owner hands it to everybody itself.
+
+    Ranks ``0 .. ranks_per_node - 1`` share the first node, and so on. The route visits every other node in one stretch,
+    so that neighbours relay it there; only the way back into the owner's own node is spared.
+    """
+
+    ranks_per_node: int
+
+    def __post_init__(self) -> None:
+        if self.ranks_per_node < 1:
+            raise ValueError(f"ranks_per_node={self.ranks_per_node}: a node has at least 1 rank")
+
+    def __str__(self) -> str:
+        return f"relay by nodes of {self.ranks_per_node}"
+
+
+Passing = Literal["relay", "direct"] | ByNode
 
 
 def check_passing(passing: object) -> None:
     """Raise unless this is a way to pass parcels."""
-    if passing not in get_args(Passing):
-        raise ValueError(f"passing={passing!r}: must be {' or '.join(map(repr, get_args(Passing)))}")
+    if passing not in ("relay", "direct") and not isinstance(passing, ByNode):
+        raise ValueError(f"passing={passing!r}: must be 'relay' or 'direct', or ByNode(ranks_per_node)")
+
+
+def node_of(rank: int, ranks_per_node: int) -> int:
+    """The node that a rank lives on."""
+    return rank // ranks_per_node
+
+
+def owner_sends(passing: Passing, owner: int, seer: int) -> bool:
+    """Whether the owner itself sends its parcel to a seer, wherever on the route that seer stands."""
+    if isinstance(passing, ByNode):
+        return node_of(owner, passing.ranks_per_node) == node_of(seer, passing.ranks_per_node)
+    return passing == "direct"
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from ringspan.ring.errors import RingError
 from ringspan.ring.gather import GatherRows
 from ringspan.ring.mail import Counters, Flight, Letters, Mail, Wait
 from ringspan.ring.notes import by_value, check_agreement, exchange_notes
-from ringspan.ring.players import Note, Result
+from ringspan.ring.players import Note, Result, drive
 from ringspan.ring.rows import take_rows
 
 
@@ -117,19 +117,14 @@ class Ring:
 
     def run(self, walks: list[Generator[Flight, None, Result]]) -> list[Result]:
         (walk,) = walks
-        while True:
-            try:
-                flight = next(walk)
-            except StopIteration as end:
-                return [end.value]
-            flight.wait()
+        return [drive(walk)]
 
     def collect(self, layout: Layout, parts: list[Tensor], dim: int) -> Tensor:
         (part,) = parts
         return part
 
     def _agree_on_rows(self, rows: int, note: Note, like: Tensor) -> Layout:
-        mine = {"rows": rows, "layout": self.layout, "passing": self.passing, **note()}
+        mine = {"rows": rows, "layout": self.layout, "passing": str(self.passing), **note()}
         notes = exchange_notes(mine, self.group, like.device)
         check_agreement(notes)
         held = [their["rows"] for their in notes]

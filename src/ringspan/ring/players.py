@@ -34,3 +34,14 @@ class Players(Protocol):
 
     def collect(self, layout: Layout, parts: list[Tensor], dim: int) -> Tensor:
         """The inverse of `deal`, for one tensor."""
+
+
+def drive(walk: Generator[Flight, None, Result]) -> Result:
+    """Drive one walk to its end, waiting for each of its flights; what it returns."""
+    while True:
+        try:
+            flight = next(walk)
+        except StopIteration as end:
+            result: Result = end.value
+            return result
+        flight.wait()

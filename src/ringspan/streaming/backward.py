@@ -1,0 +1,156 @@
+"""`stream_backward`: the gradients of a streamed attention, shard by shard, with the ring's own backward walk.
+
+A shard needs the keys of others for the gradient of its queries, and gives gradients of those keys back, through a
+spool on disk. Under causality only earlier shards own what a shard uses: walked from the last to the first, each finds
+everything that comes home to it. Otherwise the tiles of parcels are computed once more, beforehand, to fill the spool.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ringspan.engine import Gradients, walk_backward
+from ringspan.geometry import Pattern
+from ringspan.kernels import accumulation_dtype
+from ringspan.kernels.kernel import Needs
+from ringspan.planning import RankPlan
+from ringspan.ring.players import drive
+from ringspan.streaming.job import Job, ShardDone, Streamed, make_job
+from ringspan.streaming.mail import SourceMail, backward_posts, without_sends
+from ringspan.streaming.pipeline import run_pipeline
+from ringspan.streaming.progress import Progress
+from ringspan.streaming.rows import INPUTS, Sink, Source
+from ringspan.streaming.spool import Spool
+
+_READ = ("grad_out", *INPUTS, "out", "lse")
+_NAMES = ("dq", "dk", "dv")
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One walk over all shards: in which order, over how much of each plan, and what becomes of it."""
+
+    name: str
+    backwards: bool
+    plan: Callable[[RankPlan], RankPlan]
+    needs: Needs
+    fills_spool: bool
+    writes: bool
+
+
+def _passes(causal: bool) -> list[_Pass]:
+    everything: Needs = (True, True, True)
+    if causal:
+        return [_Pass("gradients", True, without_sends, everything, fills_spool=True, writes=True)]
+    keys_only: Needs = (False, True, True)
+    return [
+        _Pass("parcels", False, _parcels_only, keys_only, fills_spool=True, writes=False),
+        _Pass("gradients", False, without_sends, everything, fills_spool=False, writes=True),
+    ]
+
+
+def _parcels_only(plan: RankPlan) -> RankPlan:
+    """The part of a plan whose gradients go to others: nothing of hop 0, and nothing comes home."""
+    first, *others = (replace(hop, homecoming=()) for hop in without_sends(plan).hops)
+    return replace(plan, hops=(replace(first, tiles=()), *others))
+
+
+def stream_backward(
+    source: Source,
+    sink: Sink,
+    n: int,
+    pattern: Pattern,
+    *,
+    folder: Path | str,
+    causal: bool = False,
+    scale: float | None = None,
+    lengths: Sequence[int] | None = None,
+    budget_bytes: int = 4 * 2**30,
+    shards: int | None = None,
+    device: torch.device | str = "cpu",
+    kernel: str | None = None,
+    on_shard: Callable[[ShardDone], None] | None = None,
+) -> Streamed:
+    """Gradients "dq", "dk" and "dv" of ``sum(out * grad_out)``, written to a sink, in bounded memory.
+
+    The source has, beside q, k and v, the ``"out"`` and ``"lse"`` that `stream_attention` wrote, and ``"grad_out"``.
+    The folder holds the progress of the run, so that it can be interrupted, and the spool: for each parcel, and each
+    shard that uses it, as many rows in the accumulation dtype; that is what a ring would send home. It can be
+    deleted after. Everything else is as for `stream_attention`.
+    """
+    folder = Path(folder)
+    path = folder / "progress.jsonl"
+    job = make_job(
+        source,
+        n,
+        pattern,
+        causal=causal,
+        scale=scale,
+        lengths=lengths,
+        budget_bytes=budget_bytes,
+        shards=shards,
+        progress=path,
+        device=device,
+        kernel=kernel,
+        backward=True,
+    )
+    finished = Progress(path, job.settings("stream_backward"))
+    passes = _passes(causal)
+    resumed, count = len(finished.finished), len(passes) * job.plan.layout.ring_size
+    last = time.perf_counter()
+
+    def note(which: _Pass, shard: int) -> None:
+        nonlocal last
+        kept = sink.finish() if which.writes else {}
+        spent, last = time.perf_counter() - last, time.perf_counter()
+        finished.finish(f"{which.name} {shard}", kept, spent)
+        if on_shard is not None:
+            on_shard(ShardDone(shard, len(finished.finished), count, len(job.span(shard)), spent))
+
+    sink.resume([known for step, known in finished.finished.items() if step.startswith("gradients")])
+    with ThreadPoolExecutor(1, "read parcels") as parcel_reader:
+        for which in passes:
+            _run_pass(which, job, sink, folder / "spool", finished, parcel_reader, note)
+    return Streamed(count, resumed, finished.seconds, job.counters.bytes_received, job.counters.peak_bytes)
+
+
+def _run_pass(
+    which: _Pass,
+    job: Job,
+    sink: Sink,
+    folder: Path,
+    finished: Progress,
+    parcel_reader: ThreadPoolExecutor,
+    note: Callable[[_Pass, int], None],
+) -> None:
+    sizes = job.plan.sizes
+    spool = Spool(folder, accumulation_dtype(job.source.shape.dtype), 2 * sizes.batch * sizes.dim)
+
+    def compute(shard: int, rows: list[Tensor]) -> Gradients:
+        plan = which.plan(job.plan.rank(shard))
+        gradients = spool.of_shard(shard, plan, keep=which.fills_spool)
+        mail = SourceMail(job.source, job.packing_of, backward_posts(plan), parcel_reader, job.counters, gradients)
+        grad_out, *others = rows
+        walk = walk_backward(plan, mail, grad_out, None, *others, scale=job.scale, kernel=job.kernel, needs=which.needs)
+        with torch.no_grad():
+            dq, dk, dv = (None if x is None else x.to(job.source.shape.dtype) for x in drive(walk))
+        return dq, dk, dv
+
+    def write(shard: int, results: Gradients) -> None:
+        if which.writes:
+            for name, x in zip(_NAMES, results, strict=True):
+                assert x is not None
+                sink.write(name, job.span(shard).start, x.cpu())
+        note(which, shard)
+
+    shards = range(job.plan.layout.ring_size)
+    order = reversed(shards) if which.backwards else shards
+    todo = [shard for shard in order if f"{which.name} {shard}" not in finished.finished]
+    run_pipeline(todo, lambda shard: job.read(_READ, shard), compute, write)

@@ -1,0 +1,167 @@
+"""Rows in memory-mapped files: NumPy's (.npy, one tensor each, needs numpy) and safetensors (several in one file).
+
+Files are mapped, never read whole, and let go of as soon as rows are copied: what the system keeps of them in its own
+cache does not count as memory of this process.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ringspan.streaming.rows import HeldRows, RowShape
+
+_SAFE_NAMES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+_SAFE_DTYPES = {dtype: name for name, dtype in _SAFE_NAMES.items()}
+
+
+class MappedFile:
+    """A file in the address space of this process; pages come when they are touched, and go when told."""
+
+    def __init__(self, path: Path, writable: bool) -> None:
+        with path.open("r+b" if writable else "rb") as file:
+            # A private copy where nothing is written: torch wants memory that could be.
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_COPY)
+        self.path, self.writable = path, writable
+
+    def tensor(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> Tensor:
+        if offset % dtype.itemsize:
+            raise ValueError(
+                f"{self.path}: a tensor of {dtype} begins at byte {offset}, which is no multiple of {dtype.itemsize}: "
+                "write the file again with a current safetensors, which aligns them"
+            )
+        count = torch.Size(shape).numel()
+        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset).view(shape)
+
+    def keep(self) -> None:
+        """Write what has changed to the disk."""
+        if self.writable:
+            self._map.flush()
+
+    def forget(self) -> None:
+        """Let all pages go; those that are touched again come back from the file."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+
+
+def open_numpy(*folders: Path | str) -> HeldRows:
+    """The tensors in these folders, one .npy file each, by the names of the files: q.npy, k.npy, v.npy, ..
+
+    Everything lies in C order. NumPy knows no bf16: for that use safetensors.
+    """
+    paths = {path.stem: path for folder in folders for path in sorted(Path(folder).glob("*.npy"))}
+    if not paths:
+        raise ValueError(f"no .npy file in {', '.join(map(str, folders))}")
+    return _held({name: _map_numpy(path, writable=False) for name, path in paths.items()})
+
+
+def create_numpy(folder: Path | str, n: int, shape: RowShape, *, backward: bool = False) -> HeldRows:
+    """A sink of .npy files, made at their full size; files of the same shape that are there are gone on with."""
+    import numpy as np  # noqa: PLC0415
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    found = {}
+    for name, (size, dtype) in shape.results(n, backward=backward).items():
+        path = folder / f"{name}.npy"
+        wanted = torch.empty(0, dtype=dtype).numpy().dtype
+        if not path.exists():
+            np.lib.format.open_memmap(path, mode="w+", dtype=wanted, shape=size).flush()
+        found[name] = _map_numpy(path, writable=True)
+        _check_same(path, found[name][1], size, dtype)
+    return _held(found)
+
+
+def open_safetensors(*paths: Path | str) -> HeldRows:
+    """All tensors of these files, by their names: q, k, v, .."""
+    found: dict[str, tuple[MappedFile, Tensor]] = {}
+    for path in map(Path, paths):
+        file = MappedFile(path, writable=False)
+        found |= {name: (file, x) for name, x in _safe_tensors(file).items()}
+    return _held(found)
+
+
+def create_safetensors(path: Path | str, n: int, shape: RowShape, *, backward: bool = False) -> HeldRows:
+    """A sink in one safetensors file, made at its full size; one of the same shapes that is there is gone on with."""
+    path = Path(path)
+    results = shape.results(n, backward=backward)
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _make_safetensors(path, results)
+    file = MappedFile(path, writable=True)
+    tensors = _safe_tensors(file)
+    for name, (size, dtype) in results.items():
+        if name not in tensors:
+            raise ValueError(f"{path} has no {name}: it belongs to another run; give another path")
+        _check_same(path, tensors[name], size, dtype)
+    return _held({name: (file, tensors[name]) for name in results})
+
+
+def _held(found: Mapping[str, tuple[MappedFile, Tensor]]) -> HeldRows:
+    files = {id(file): file for file, _ in found.values()}.values()
+
+    def keep() -> None:
+        for file in files:
+            file.keep()
+            file.forget()
+
+    def forget() -> None:
+        for file in files:
+            if not file.writable:
+                file.forget()
+
+    return HeldRows({name: x for name, (_, x) in found.items()}, keep, forget)
+
+
+def _map_numpy(path: Path, writable: bool) -> tuple[MappedFile, Tensor]:
+    import numpy as np  # noqa: PLC0415
+
+    probe = np.load(path, mmap_mode="r")
+    if not probe.flags.c_contiguous:
+        raise ValueError(f"{path} is in Fortran order: save it again with np.ascontiguousarray")
+    dtype = torch.from_numpy(np.empty(0, probe.dtype)).dtype
+    file = MappedFile(path, writable)
+    return file, file.tensor(dtype, probe.shape, probe.offset)
+
+
+def _safe_tensors(file: MappedFile) -> dict[str, Tensor]:
+    with file.path.open("rb") as opened:
+        (size,) = struct.unpack("<Q", opened.read(8))
+        header = json.loads(opened.read(size))
+    return {
+        name: file.tensor(_SAFE_NAMES[entry["dtype"]], tuple(entry["shape"]), 8 + size + entry["data_offsets"][0])
+        for name, entry in header.items()
+        if name != "__metadata__" and entry["dtype"] in _SAFE_NAMES
+    }
+
+
+def _make_safetensors(path: Path, results: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+    header, end = {}, 0
+    for name in sorted(results, key=lambda name: -results[name][1].itemsize):  # the widest first keeps all aligned
+        size, dtype = results[name]
+        start, end = end, end + torch.Size(size).numel() * dtype.itemsize
+        header[name] = {"dtype": _SAFE_DTYPES[dtype], "shape": size, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + end)
+
+
+def _check_same(path: Path, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if tuple(x.shape) != tuple(shape) or x.dtype != dtype:
+        raise ValueError(
+            f"{path} holds {x.dtype} of shape {tuple(x.shape)}, but the run writes {dtype} of shape {tuple(shape)}: "
+            "it belongs to another run; give another place"
+        )

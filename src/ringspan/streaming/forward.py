@@ -1,0 +1,105 @@
+"""`stream_attention`: exact attention over a sequence that does not fit in memory, shard by shard.
+
+A shard is a rank of a simulated ring, walked by the ring's own engine; what other ranks would send it is read from the
+source. Shards depend on nothing but the source, so a run that was interrupted goes on with the next one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ringspan.engine import walk_forward
+from ringspan.geometry import Pattern
+from ringspan.ring.players import drive
+from ringspan.streaming.job import ShardDone, Streamed, make_job
+from ringspan.streaming.mail import SourceMail, forward_posts, without_sends
+from ringspan.streaming.pipeline import run_pipeline
+from ringspan.streaming.progress import Progress
+from ringspan.streaming.rows import INPUTS, Sink, Source
+
+
+def stream_attention(
+    source: Source,
+    sink: Sink,
+    n: int,
+    pattern: Pattern,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    lengths: Sequence[int] | None = None,
+    budget_bytes: int = 4 * 2**30,
+    shards: int | None = None,
+    progress: Path | str | None = None,
+    device: torch.device | str = "cpu",
+    kernel: str | None = None,
+    on_shard: Callable[[ShardDone], None] | None = None,
+) -> Streamed:
+    """Exact attention over ``n`` rows of a source, written to a sink, in bounded memory.
+
+    Args:
+        source: where rows of q, k and v come from: `ringspan.streaming.HeldRows` (tensors in host memory),
+            `open_numpy`, `open_safetensors`, `MadeRows` (a callable), or anything with their methods.
+        sink: where rows of "out" and "lse" go: `HeldRows`, `create_numpy`, `create_safetensors`, `ConsumedRows`.
+        pattern, causal, scale, lengths, kernel: as for `ringspan.attention`.
+        budget_bytes: what the run may hold beyond what the process holds already; decides how many shards there are.
+        shards: how many shards, if not as few as the budget allows.
+        progress: a file in which finished shards are noted. If it is there, the run goes on after them.
+        device: where shards are computed; rows and results pass through host memory.
+        on_shard: called after each shard, when its results last.
+
+    >>> import torch, ringspan as rs
+    >>> q, k, v = torch.randn(3, 1, 1000, 2, 8).unbind()
+    >>> out = torch.empty_like(q)
+    >>> source = rs.streaming.HeldRows({"q": q, "k": k, "v": v})
+    >>> pattern = rs.Dilated((64, 1000), (1, 8))
+    >>> done = rs.stream_attention(source, rs.streaming.HeldRows({"out": out}), 1000, pattern, shards=4)
+    >>> torch.allclose(out, rs.attention(q, k, v, pattern=pattern), rtol=0, atol=1e-6)
+    True
+    """
+    path = None if progress is None else Path(progress)
+    job = make_job(
+        source,
+        n,
+        pattern,
+        causal=causal,
+        scale=scale,
+        lengths=lengths,
+        budget_bytes=budget_bytes,
+        shards=shards,
+        progress=path,
+        device=device,
+        kernel=kernel,
+        backward=False,
+    )
+    finished = Progress(path, job.settings("stream_attention"))
+    sink.resume(list(finished.finished.values()))
+    resumed, count = len(finished.finished), job.plan.layout.ring_size
+    last = time.perf_counter()
+
+    def compute(shard: int, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+        plan = without_sends(job.plan.rank(shard))
+        mail = SourceMail(source, job.packing_of, forward_posts(plan), parcel_reader, job.counters)
+        with torch.no_grad():
+            out, lse = drive(walk_forward(plan, mail, *rows, scale=job.scale, kernel=job.kernel))
+            return out.to(source.shape.dtype), lse
+
+    def write(shard: int, results: tuple[Tensor, Tensor]) -> None:
+        nonlocal last
+        for name, x in zip(("out", "lse"), results, strict=True):
+            sink.write(name, job.span(shard).start, x.cpu())
+        kept = sink.finish()
+        spent, last = time.perf_counter() - last, time.perf_counter()
+        finished.finish(str(shard), kept, spent)
+        if on_shard is not None:
+            on_shard(ShardDone(shard, len(finished.finished), count, len(job.span(shard)), spent))
+
+    todo = [shard for shard in range(count) if str(shard) not in finished.finished]
+    with ThreadPoolExecutor(1, "read parcels") as parcel_reader:
+        run_pipeline(todo, lambda shard: job.read(INPUTS, shard), compute, write)
+    return Streamed(count, resumed, finished.seconds, job.counters.bytes_received, job.counters.peak_bytes)

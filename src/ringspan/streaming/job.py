@@ -1,0 +1,159 @@
+"""A job: one sequence, one pattern and one way to cut it into shards, for the walks of both directions.
+
+Everything is checked here before anything is read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringspan import kernels
+from ringspan.engine import WORKSPACE_BYTES
+from ringspan.geometry import Pattern, as_int
+from ringspan.kernels import Kernel
+from ringspan.planning import Packing, Parcel, RingPlan, packing_from_sequence
+from ringspan.prices import plan as price_plan
+from ringspan.ring.mail import Counters
+from ringspan.streaming.progress import shards_begun_with
+from ringspan.streaming.rows import Source
+from ringspan.streaming.shards import fewest_shards, held_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ShardDone:
+    """What a run says after each shard: which one, how many are finished, and how long this one took."""
+
+    shard: int
+    finished: int
+    shards: int
+    rows: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """What a run did: its shards, how many of them an earlier run had finished, and what all of them cost.
+
+    ``parcel_bytes`` were read, by this process, for shards that do not own them; ``peak_bytes`` is the most that a walk
+    held in it, beside the rows that were read ahead and the results that were being written.
+    """
+
+    shards: int
+    resumed: int
+    seconds: float
+    parcel_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be computed, over which shards, by which kernel, where."""
+
+    source: Source
+    plan: RingPlan
+    scale: float
+    kernel: Kernel
+    device: torch.device
+    counters: Counters
+
+    def span(self, shard: int) -> range:
+        """The rows of a shard; none if there are more shards than rows."""
+        spans = self.plan.layout.spans(shard)
+        return range(spans[0].start, spans[0].stop) if spans else range(0)
+
+    def read(self, names: Sequence[str], shard: int) -> list[Tensor]:
+        shape = self.source.shape
+        return [self.source.read(name, self.span(shard), range(shape.heads_of(name))).to(self.device) for name in names]
+
+    def packing_of(self, parcel: Parcel) -> Packing:
+        plan = self.plan
+        return packing_from_sequence(parcel, plan.pattern, plan.documents, plan.layout, plan.sizes.kv_heads)
+
+    def settings(self, call: str) -> dict[str, Any]:
+        """What a run that goes on must have in common with the one that was interrupted."""
+        return {
+            "call": call,
+            "n": self.plan.layout.rows,
+            "pattern": self.plan.pattern.text,
+            "causal": self.plan.causal,
+            "lengths": list(self.plan.documents.lengths),
+            "shards": self.plan.layout.ring_size,
+            "rows": str(self.source.shape),
+            "scale": self.scale,
+            "kernel": self.kernel.name,
+        }
+
+
+def make_job(
+    source: Source,
+    n: int,
+    pattern: Pattern,
+    *,
+    causal: bool,
+    scale: float | None,
+    lengths: Sequence[int] | None,
+    budget_bytes: int,
+    shards: int | None,
+    progress: Path | None,
+    device: torch.device | str,
+    kernel: str | None,
+    backward: bool,
+) -> Job:
+    """Check everything, and cut the sequence into shards that fit the budget."""
+    n, shape, device = as_int("n", n), source.shape, torch.device(device)
+    if n < 1:
+        raise ValueError(f"n={n}: a sequence has at least 1 row")
+    if torch.is_autocast_enabled(device.type):
+        raise ValueError("torch.autocast is on: streaming takes rows in the dtype of their source; leave it before")
+    chosen = kernels.choose(device, shape.dtype).kernel if kernel is None else kernels.get(kernel)
+    refusal = chosen.contract.refusal(device.type, shape.dtype, shape.dim)
+    if refusal:
+        raise ValueError(f"kernel {chosen.name!r}: {refusal}, or name another kernel, such as kernel='reference'")
+    factor = shape.dim**-0.5 if scale is None else float(scale)
+    if not math.isfinite(factor):
+        raise ValueError(f"scale={scale}: must be finite")
+    if shards is not None and not 1 <= shards <= n:
+        raise ValueError(f"shards={shards}: must lie in 1 .. {n}, so that each has rows")
+    plan_with = _planner(shape_of=source, n=n, pattern=pattern, causal=causal, lengths=lengths)
+    begun = shards_begun_with(progress)
+    if shards is None:
+        shards = begun or fewest_shards(plan_with, WORKSPACE_BYTES, budget_bytes, backward=backward)
+    needed = held_bytes(plan_with(shards), WORKSPACE_BYTES, backward=backward)
+    if needed > budget_bytes:
+        raise ValueError(
+            f"shards={shards}: a run would hold {needed:,} bytes, more than budget_bytes={budget_bytes:,}; "
+            "leave shards out, or give more"
+        )
+    return Job(source, plan_with(shards), factor, chosen, device, Counters())
+
+
+def _planner(
+    shape_of: Source, n: int, pattern: Pattern, causal: bool, lengths: Sequence[int] | None
+) -> Callable[[int], RingPlan]:
+    shape = shape_of.shape
+    pattern.check_heads(shape.kv_heads)
+
+    def plan_with(shards: int) -> RingPlan:
+        return price_plan(
+            pattern,
+            n,
+            ring_size=shards,
+            layout="contiguous",
+            causal=causal,
+            passing="direct",
+            lengths=lengths,
+            batch=shape.batch,
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            dim=shape.dim,
+            dtype=shape.dtype,
+        )
+
+    return plan_with

@@ -1,0 +1,73 @@
+"""The progress of a run, in a file: one line for what the run is, then one for each finished shard.
+
+A line is added when a shard's results last. So a run that was killed finds all that is finished, and a line that was
+cut off in mid-write counts as not there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+class Progress:
+    """What a run has finished; without a path, nothing is remembered beyond this process.
+
+    Raises if the file belongs to another run: ``settings`` are compared with those that it was begun with.
+    """
+
+    def __init__(self, path: Path | None, settings: dict[str, Any]) -> None:
+        self._path = path
+        self.finished: dict[str, dict[str, Any]] = {}
+        self.seconds = 0.0  # of all finished steps, in this process and before
+        if path is None:
+            return
+        lines = read_lines(path)
+        if not lines:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("")
+            self._append({"run": settings})
+            return
+        _check_same_run(path, lines[0]["run"], settings)
+        self.finished = {line["finished"]: line["note"] for line in lines[1:]}
+        self.seconds = sum(line["seconds"] for line in lines[1:])
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))  # without a line that was cut off
+
+    def finish(self, step: str, note: dict[str, Any], seconds: float) -> None:
+        """A step is done for good; ``note`` is what the sink wants to know of it when the run goes on."""
+        self.finished[step] = note
+        self.seconds += seconds
+        self._append({"finished": step, "seconds": seconds, "note": note})
+
+    def _append(self, line: dict[str, Any]) -> None:
+        if self._path is None:
+            return
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a progress file; none if there is no such file."""
+    if not path.exists():
+        return []
+    text = path.read_text()
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def shards_begun_with(path: Path | None) -> int | None:
+    """Into how many shards the run in this file is cut, or None if there is none."""
+    lines = read_lines(path) if path is not None else []
+    return int(lines[0]["run"]["shards"]) if lines else None
+
+
+def _check_same_run(path: Path, begun: dict[str, Any], settings: dict[str, Any]) -> None:
+    for name in {**begun, **settings}:
+        if begun.get(name) != settings.get(name):
+            raise ValueError(
+                f"{path} belongs to a run with {name}={begun.get(name)!r}, but this one has {settings.get(name)!r}: "
+                "go on with the same, or give another file"
+            )

@@ -1,0 +1,199 @@
+"""Rows that live elsewhere: what streaming asks of a source and of a sink, and those that need no file.
+
+A row of a tensor is a position of the sequence. Which rows are wanted is said by a `range`, since inside a segment the
+selected rows of a head are an arithmetic progression.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ringspan.kernels import accumulation_dtype
+from ringspan.streaming.memory import rows_memory
+
+# Tensors are (batch, seq, heads, dim), but lse and its gradient are (batch, heads, seq).
+_SEQ_LAST = ("lse", "grad_lse")
+INPUTS = ("q", "k", "v")
+_ROWS_AT_A_TIME = 2**12
+
+
+def seq_dim(name: str) -> int:
+    """Which dimension of a tensor is the sequence."""
+    return 2 if name in _SEQ_LAST else 1
+
+
+@dataclass(frozen=True, slots=True)
+class RowShape:
+    """What a row of the sequence holds: sequences side by side, heads of queries and of keys, numbers in a head."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    dtype: torch.dtype = torch.float32
+    batch: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("heads", "kv_heads", "dim", "batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads={self.heads}, kv_heads={self.kv_heads}: the KV heads must divide the query heads")
+        if not self.dtype.is_floating_point:
+            raise ValueError(f"dtype={self.dtype}: attention needs floating-point numbers")
+
+    def heads_of(self, name: str) -> int:
+        return self.kv_heads if name in ("k", "v", "dk", "dv") else self.heads
+
+    def results(self, n: int, *, backward: bool = False) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each tensor that a run over ``n`` rows writes.
+
+        >>> RowShape(heads=4, kv_heads=2, dim=8, dtype=torch.bfloat16).results(100)["lse"]
+        ((1, 4, 100), torch.float32)
+        """
+        names = ("dq", "dk", "dv") if backward else ("out",)
+        found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            name: ((self.batch, n, self.heads_of(name), self.dim), self.dtype) for name in names
+        }
+        if not backward:
+            found["lse"] = ((self.batch, self.heads, n), accumulation_dtype(self.dtype))
+        return found
+
+
+class Source(Protocol):
+    """Where rows come from. Read by several threads at a time, and the same rows more than once: always the same."""
+
+    @property
+    def shape(self) -> RowShape: ...
+
+    def read(self, name: str, rows: range, heads: range) -> Tensor:
+        """These rows of these heads of q, k or v; for backward also of ``"out"``, ``"lse"`` and ``"grad_out"``.
+
+        A new tensor in host memory, (batch, rows, heads, dim); lse is (batch, heads, rows).
+        """
+
+
+class Sink(Protocol):
+    """Where results go: called by one thread, shard by shard, each shard once it is whole."""
+
+    def write(self, name: str, start: int, rows: Tensor) -> None:
+        """Rows from ``start`` on of ``"out"`` and ``"lse"``, or of ``"dq"``, ``"dk"`` and ``"dv"``, in host memory."""
+
+    def finish(self) -> dict[str, Any]:
+        """Everything written so far is a whole shard: make it last.
+
+        What is returned, plain values, is kept in the progress file beside the shard.
+        """
+
+    def resume(self, notes: Sequence[dict[str, Any]]) -> None:
+        """Go on from an interrupted run: what `finish` returned for each finished shard, in order of finishing."""
+
+
+@dataclass
+class HeldRows:
+    """Tensors in host memory or mapped from files, by name: a source of those that are there, and a sink for them.
+
+    >>> q, k, v = torch.randn(3, 1, 100, 2, 8).unbind()
+    >>> HeldRows({"q": q, "k": k, "v": v}).read("k", range(3, 100, 10), range(1, 2)).shape
+    torch.Size([1, 10, 1, 8])
+    """
+
+    tensors: Mapping[str, Tensor]
+    keep: Callable[[], None] = field(default=lambda: None)  # called when a shard is written: so that it lasts
+    forget: Callable[[], None] = field(default=lambda: None)  # called when rows are copied: so that memory is bounded
+
+    def __post_init__(self) -> None:
+        for name, x in self.tensors.items():
+            if x.device.type != "cpu":
+                raise ValueError(f"{name} is on {x.device}: rows that are streamed lie in host memory; say x.cpu()")
+            if x.dim() != (3 if name in _SEQ_LAST else 4):
+                raise ValueError(
+                    f"{name} has shape {tuple(x.shape)}: must be (batch, seq, heads, dim), and lse (batch, heads, seq)"
+                )
+
+    @property
+    def shape(self) -> RowShape:
+        missing = [name for name in INPUTS if name not in self.tensors]
+        if missing:
+            raise ValueError(f"no {', '.join(missing)} among {', '.join(self.tensors)}: a source has q, k and v")
+        q, k, v = (self.tensors[name] for name in INPUTS)
+        if k.shape != v.shape or (q.shape[0], q.shape[1], q.shape[3]) != (k.shape[0], k.shape[1], k.shape[3]):
+            raise ValueError(
+                f"q has shape {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: "
+                "batch, seq and dim must be equal"
+            )
+        if not q.dtype == k.dtype == v.dtype:
+            raise ValueError(f"q is {q.dtype}, k is {k.dtype}, v is {v.dtype}: all three need one dtype")
+        return RowShape(q.shape[2], k.shape[2], q.shape[3], q.dtype, q.shape[0])
+
+    def read(self, name: str, rows: range, heads: range) -> Tensor:
+        if name not in self.tensors:
+            raise ValueError(f"no {name} among {', '.join(self.tensors)}: give it too")
+        x = self.tensors[name]
+        if rows and rows[-1] >= x.shape[seq_dim(name)]:
+            raise ValueError(f"row {rows[-1]} of {name}: it has {x.shape[seq_dim(name)]} rows; state another n")
+        dim, along_heads = seq_dim(name), slice(heads.start, heads.stop)
+        x = x[:, along_heads] if dim == 2 else x[:, :, along_heads]
+        x = x[(slice(None),) * dim + (slice(rows.start, rows.stop, rows.step),)]
+        copy = rows_memory(tuple(x.shape), x.dtype)
+        for start in range(0, len(rows), _ROWS_AT_A_TIME):  # so that little of a mapped file is in memory at a time
+            count = min(_ROWS_AT_A_TIME, len(rows) - start)
+            copy.narrow(dim, start, count).copy_(x.narrow(dim, start, count))
+            self.forget()
+        return copy
+
+    def write(self, name: str, start: int, rows: Tensor) -> None:
+        if name in self.tensors:
+            dim = seq_dim(name)
+            self.tensors[name].narrow(dim, start, rows.shape[dim]).copy_(rows)
+
+    def finish(self) -> dict[str, Any]:
+        self.keep()
+        return {}
+
+    def resume(self, notes: Sequence[dict[str, Any]]) -> None:
+        """What is finished is in the tensors."""
+
+
+@dataclass(frozen=True)
+class MadeRows:
+    """A source that makes rows on demand: ``make(name, rows, heads)`` returns (batch, rows, heads, dim).
+
+    It is called from several threads at a time, and asked for some rows more than once: the same must come again.
+    """
+
+    shape: RowShape
+    make: Callable[[str, range, range], Tensor]
+
+    def read(self, name: str, rows: range, heads: range) -> Tensor:
+        x = self.make(name, rows, heads)
+        wanted = (self.shape.batch, len(rows), len(heads), self.shape.dim)
+        if tuple(x.shape) != wanted or x.dtype != self.shape.dtype:
+            raise ValueError(
+                f"make({name!r}, {rows}, {heads}) gave {x.dtype} of shape {tuple(x.shape)}: "
+                f"must be {self.shape.dtype} of shape {wanted}, as the source's shape says"
+            )
+        return x
+
+
+@dataclass(frozen=True)
+class ConsumedRows:
+    """A sink that hands each shard on: ``consume(name, start, rows)``, in order of the shards.
+
+    What it did with a shard must last when it returns: a run that goes on does not hand it on again.
+    """
+
+    consume: Callable[[str, int, Tensor], None]
+
+    def write(self, name: str, start: int, rows: Tensor) -> None:
+        self.consume(name, start, rows)
+
+    def finish(self) -> dict[str, Any]:
+        return {}
+
+    def resume(self, notes: Sequence[dict[str, Any]]) -> None:
+        """Nothing is kept."""

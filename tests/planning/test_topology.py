@@ -1,0 +1,89 @@
+"""Parcels that know nodes: each enters a node once, whoever else is there; and anybody can pack a parcel."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ringspan as rs
+from ringspan.geometry import Documents
+from ringspan.layout import Layout
+from ringspan.planning import ByNode, RingPlan, Sizes, packing_from_sequence, plan_rank
+from ringspan.planning.topology import traffic
+from tests.exactness import assert_equals_oracle, inputs
+from tests.strategies import lengths, patterns
+
+LONG = rs.Dilated((64, 256, 1024), (1, 2, 8))
+
+
+def ring(passing: object, layout: str = "zigzag", size: int = 16, causal: bool = True) -> RingPlan:
+    where = Layout(layout, 1024, size)  # type: ignore[arg-type]
+    return RingPlan(LONG, Documents((1024,)), where, causal, passing, Sizes(heads=2, kv_heads=2, dim=8))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("per_node", [1, 3, 4])
+def test_a_parcel_enters_each_node_once(layout: str, causal: bool, per_node: int) -> None:
+    plan = ring(ByNode(per_node), layout, causal=causal)
+    entries: Counter[tuple[object, int]] = Counter()
+    seers: set[tuple[object, int]] = set()
+    for rank in range(16):
+        for hop in plan.rank(rank).hops:
+            for message in hop.receives:
+                here = rank // per_node
+                if here != message.parcel.owner // per_node:
+                    seers.add((message.parcel, here))
+                if message.peer // per_node != here:
+                    entries[message.parcel, here] += 1
+    assert entries == Counter(seers)
+    assert seers or per_node == 16
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_bytes_across_nodes_fall(causal: bool) -> None:
+    across = {
+        str(passing): traffic(ring(passing, causal=causal), 4).across for passing in ("direct", "relay", ByNode(4))
+    }
+    assert across["relay by nodes of 4"] < across["relay"] < across["direct"]
+    everything = {str(passing): traffic(ring(passing, causal=causal), 4) for passing in ("direct", "relay", ByNode(4))}
+    assert len({found.inside + found.across for found in everything.values()}) == 1, "the same bytes, other ways"
+    there_and_back = traffic(ring(ByNode(4), causal=causal), 4, backward=True)
+    assert there_and_back.parcels_across == across["relay by nodes of 4"]
+    assert there_and_back.gradients_across > 0
+
+
+def test_nodes_make_no_difference_to_results() -> None:
+    tensors = inputs(2, 101, 2, 2, 8)
+    sim = rs.SimulatedRing(6, passing=ByNode(2))
+    assert_equals_oracle(*tensors, ring=sim, pattern=rs.Dilated((16, 101), (1, 3)), causal=True)
+    assert sum(counters.bytes_sent for counters in sim.counters) > 0
+
+
+def test_bad_nodes_are_answered() -> None:
+    with pytest.raises(ValueError, match="ranks_per_node=0: a node has at least 1 rank"):
+        ByNode(0)
+    with pytest.raises(ValueError, match="passing='thrown': must be 'relay' or 'direct', or ByNode"):
+        rs.SimulatedRing(2, passing="thrown")  # type: ignore[arg-type]
+
+
+@given(st.data())
+def test_anybody_can_pack_a_parcel(data: st.DataObject) -> None:
+    sizes = data.draw(lengths())
+    pattern, kv_heads = data.draw(patterns()), data.draw(st.integers(1, 4))
+    layout = Layout(data.draw(st.sampled_from(["contiguous", "zigzag"])), sum(sizes), data.draw(st.integers(1, 6)))
+    for rank in range(layout.ring_size):
+        held = [row for span in layout.spans(rank) for row in range(span.start, span.stop)]
+        for packing in plan_rank(pattern, Documents(sizes), layout, rank, kv_heads, True).packings:
+            found = packing_from_sequence(packing.parcel, pattern, Documents(sizes), layout, kv_heads)
+            assert packed(found.combs, list(range(sum(sizes)))) == packed(packing.combs, held)
+
+
+def packed(combs: object, rows: list[int]) -> dict[tuple[int, int], int]:
+    return {
+        (mine.head + i, place): rows[row]
+        for mine, there in combs  # type: ignore[attr-defined]
+        for i in range(mine.heads)
+        for row, place in zip(mine.lane(i), there.lane(i), strict=True)
+    }

@@ -1,0 +1,165 @@
+"""The sampled proof: it sees what the definition says, its samples cover what they promise, and faults do not pass."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import ringspan as rs
+from ringspan.geometry import Documents
+from ringspan.oracle import dense_attention, multiplicity
+from ringspan.planning import RingPlan
+from ringspan.proof.keys import keys_seen
+from ringspan.proof.prove import Proof, prove
+from ringspan.proof.recompute import recompute
+from ringspan.proof.strata import EVERYWHERE, Stratum, draw_strata
+from ringspan.streaming import CountedRows, HeldRows, Place, RowShape
+from tests.strategies import lengths, patterns
+
+N, SHARDS = 4096, 16
+SHAPE = RowShape(heads=4, kv_heads=2, dim=16)
+PATTERN = rs.Dilated((64, 512, 4096), (1, 8, 64))
+
+
+@given(st.data())
+def test_keys_are_those_of_the_definition(data: st.DataObject) -> None:
+    sizes = data.draw(lengths().filter(sum))
+    pattern, kv_heads, causal = data.draw(patterns()), data.draw(st.integers(1, 4)), data.draw(st.booleans())
+    count = multiplicity(pattern, sum(sizes), kv_heads, causal=causal, lengths=sizes)
+    for row in range(sum(sizes)):
+        for head in range(kv_heads):
+            found = torch.zeros(sum(sizes), dtype=torch.int64)
+            for keys in keys_seen(pattern, Documents(sizes), row, kv_head=head, kv_heads=kv_heads, causal=causal):
+                for key in keys:
+                    found[key] += 1
+            assert torch.equal(found, count[head, row])
+
+
+@given(st.data())
+def test_recomputed_rows_are_those_of_the_oracle(data: st.DataObject) -> None:
+    sizes = data.draw(lengths().filter(sum))
+    pattern, causal = data.draw(patterns()), data.draw(st.booleans())
+    shape = RowShape(heads=4, kv_heads=2, dim=4, dtype=torch.float64, batch=2)
+    source, n = CountedRows(shape), sum(sizes)
+    q, k, v = (source.read(name, range(n), range(shape.heads_of(name))) for name in ("q", "k", "v"))
+    out, lse = dense_attention(q, k, v, pattern=pattern, causal=causal, lengths=sizes)
+    for place in (Place(0, 0), Place(n - 1, 3), Place(n // 2, 1)):
+        exact = recompute(source, place, pattern, Documents(sizes), causal=causal, scale=0.5)
+        torch.testing.assert_close(exact.out, out[:, place.row, place.head], rtol=0, atol=1e-13)
+        torch.testing.assert_close(exact.lse, lse[:, place.head, place.row], rtol=0, atol=1e-13)
+
+
+def plan(causal: bool = True, shape: RowShape = SHAPE) -> RingPlan:
+    sizes = dict(heads=shape.heads, kv_heads=shape.kv_heads, dim=shape.dim, dtype=shape.dtype)
+    return rs.plan(PATTERN, N, ring_size=SHARDS, layout="contiguous", causal=causal, passing="direct", **sizes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_kind_of_tile_hop_and_border_is_sampled(causal: bool) -> None:
+    ring = plan(causal)
+    strata = draw_strata(ring, anywhere=100)
+    assert all(stratum.is_covered for stratum in strata)
+    names = {stratum.name for stratum in strata}
+    hops = {number for rank in range(SHARDS) for number, hop in enumerate(ring.rank(rank).hops) if hop.tiles}
+    assert {f"hop {number}" for number in hops} <= names
+    assert len(hops) == SHARDS
+    for stratum in strata:
+        assert (
+            len(set(stratum.places))
+            == len(stratum.places)
+            == min(stratum.population, 100 if stratum.name == EVERYWHERE else 30)
+        )
+        assert all(0 <= place.row < N and 0 <= place.head < 4 for place in stratum.places)
+    by_name = {stratum.name: stratum for stratum in strata}
+    shard = N // SHARDS
+    assert {place.row % shard for place in by_name["the first row of a shard"].places} == {0}
+    assert {place.row % shard for place in by_name["the last row of a shard"].places} == {shard - 1}
+    for place in by_name["tiles of parcels, rate 64, full"].places:
+        assert place.row % 64 == place.head // 2, "such a tile has rows that the branch selects only"
+    far = by_name[f"hop {SHARDS - 1}"]
+    if causal:  # only the last shard is that far from the first
+        assert {place.row // shard for place in far.places} == {SHARDS - 1}
+        assert far.population == len(far.places) == 4 * shard // 64
+
+
+def test_samples_are_drawn_evenly() -> None:
+    rows = [place.row for seed in range(40) for place in draw_strata(plan(), anywhere=100, seed=seed)[0].places]
+    halves = sum(row < N // 2 for row in rows)
+    assert abs(halves - 2000) < 5 * 1000**0.5  # 4,000 draws, standard deviation sqrt(4000 / 4)
+
+
+def streamed(shape: RowShape = SHAPE) -> HeldRows:
+    out = torch.empty(1, N, shape.heads, shape.dim, dtype=shape.dtype)
+    sink = HeldRows({"out": out, "lse": torch.empty(1, shape.heads, N, dtype=torch.float32)})
+    rs.stream_attention(CountedRows(shape), sink, N, PATTERN, causal=True, shards=SHARDS)
+    return sink
+
+
+def proven(results: HeldRows, shape: RowShape = SHAPE, anywhere: int = 300) -> Proof:
+    ring = plan(shape=shape)
+    strata = draw_strata(ring, anywhere=anywhere)
+    return prove(CountedRows(shape), results, ring, strata, scale=shape.dim**-0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_it_holds_where_results_are_right(dtype: torch.dtype) -> None:
+    shape = replace(SHAPE, dtype=dtype)
+    proof = proven(streamed(shape), shape)
+    assert proof.holds
+    assert proof.wrong_share_bound == 3 / 300
+    assert 0 < proof.worst_ratio < 1
+    assert proof.samples > 600
+
+
+def damage_one_hop(out: Tensor, lse: Tensor, source: CountedRows) -> None:
+    """As if the tile of the farthest hop had been forgotten: the last shard does not see the first one."""
+    q, k, v = (source.read(name, range(N), range(SHAPE.heads_of(name))) for name in ("q", "k", "v"))
+    first = N // SHARDS
+    part, part_lse = rs.attention(
+        q[:, first:], k[:, first:], v[:, first:], pattern=PATTERN, causal=True, return_lse=True
+    )
+    out[:, -first:], lse[:, :, -first:] = part[:, -first:], part_lse[:, :, -first:]
+
+
+def test_a_forgotten_tile_is_found() -> None:
+    results = streamed()
+    damage_one_hop(results.tensors["out"], results.tensors["lse"], CountedRows(SHAPE))
+    proof = proven(results)
+    assert not proof.holds
+    wrong = {finding.name: finding.wrong for finding in proof.findings}
+    assert wrong[f"hop {SHARDS - 1}"] == 4 * (N // SHARDS) // 64, "every row of that hop"
+    assert wrong["hop 0"] <= 2, "few of the rows drawn there happen to be among them"
+    assert proof.wrong_share_bound == 1.0
+
+
+@pytest.mark.parametrize("fault", ["nan", "scaled", "lse"])
+def test_other_faults_are_found(fault: str) -> None:
+    results = streamed()
+    out, lse = results.tensors["out"], results.tensors["lse"]
+    border = N // SHARDS
+    if fault == "nan":
+        out[:, border - 1 :: border] = torch.nan  # the last row of each shard
+    elif fault == "scaled":
+        out[:, ::2] *= 1.001
+    else:
+        lse[:, 3] += 1e-3
+    proof = proven(results)
+    assert not proof.holds
+    if fault == "nan":
+        (last,) = (finding for finding in proof.findings if finding.name == "the last row of a shard")
+        assert last.wrong == last.samples
+
+
+def test_rows_that_see_nothing_must_be_nothing() -> None:
+    pattern = rs.Dilated((64,), (4,))
+    shape = RowShape(1, 1, 8)
+    ring = rs.plan(pattern, 256, ring_size=4, layout="contiguous", passing="direct", heads=1, dim=8)
+    stratum = [Stratum(EVERYWHERE, 256, tuple(Place(row, 0) for row in range(256)))]
+    results = HeldRows({"out": torch.empty(1, 256, 1, 8), "lse": torch.empty(1, 1, 256)})
+    rs.stream_attention(CountedRows(shape), results, 256, pattern, shards=4)
+    assert prove(CountedRows(shape), results, ring, stratum, scale=8**-0.5).holds
+    results.tensors["out"][:, 1] = 1e-30
+    assert prove(CountedRows(shape), results, ring, stratum, scale=8**-0.5).wrong == 1

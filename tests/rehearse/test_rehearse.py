@@ -1,0 +1,151 @@
+"""Rehearsal against reality: bytes exactly, memory within 10 %, for rings that fit here; and a clock that adds up."""
+
+from functools import lru_cache
+
+import pytest
+import torch
+
+import ringspan as rs
+from ringspan.measure import peak_growth
+from ringspan.planning import ByNode, RingPlan
+from ringspan.processes import run_local_ranks
+from ringspan.rehearse.mail import StandInMail
+from ringspan.rehearse.network import Clock, Network
+from ringspan.rehearse.rank import Rehearsed, rehearse_rank
+from ringspan.rehearse.ring import RehearsedRing, ranks_worth_rehearsing, rehearse_ring
+
+# Tensors of 32 MiB or more on every rank: below that, what glibc keeps of freed ones is as large as what is compared.
+N, HEADS, DIM = 2**17, 4, 128
+PATTERN = rs.Dilated((256, N), (1, 32))
+FAST = Network(bandwidth=25e9)
+
+
+def ring(size: int) -> RingPlan:
+    return rs.plan(PATTERN, N, ring_size=size, layout="zigzag", causal=True, heads=HEADS, dim=DIM)
+
+
+def real_rank() -> tuple[list[tuple[int, int, int]], int]:
+    """A real rank of a real ring: bytes and peaks of each pass, and by how much its process grew."""
+    ranks = rs.Ring(layout="zigzag")
+    rows = ranks.layout_of(N).rows_of(ranks.rank)
+    counted = []
+
+    def count() -> None:
+        counters = ranks.counters
+        counted.append((counters.bytes_sent, counters.bytes_received, counters.peak_parcel_bytes))
+        ranks.reset_counters()
+
+    def step() -> None:
+        q, k, v = (torch.randn(1, rows, HEADS, DIM).requires_grad_() for _ in range(3))
+        out = rs.attention(q, k, v, pattern=PATTERN, causal=True, ring=ranks)
+        count()
+        out.backward(torch.ones_like(out))
+        count()
+
+    rs.attention(*torch.ones(3, 1, 4, 1, DIM), pattern=rs.Full())  # what is set up once is not counted
+    return counted, peak_growth(step)[1]
+
+
+@lru_cache
+def real_ring(size: int) -> list[tuple[list[tuple[int, int, int]], int]]:
+    return run_local_ranks(size, real_rank)
+
+
+@lru_cache
+def rehearsed_ring(size: int) -> RehearsedRing:
+    plan = ring(size)
+    chosen = {"first": 0, "last": size - 1}
+    return rehearse_ring(plan, chosen, FAST, torch.float32, backward=True, threads=1, timeout_seconds=120)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_bytes_are_exactly_those_of_a_real_ring(size: int) -> None:
+    for rank in rehearsed_ring(size).ranks.values():
+        assert rank.backward is not None
+        found = [(x.bytes_sent, x.bytes_received, x.peak_parcel_bytes) for x in (rank.forward, rank.backward)]
+        assert found == real_ring(size)[rank.rank][0]
+        assert rank.bytes_as_planned
+        assert rank.forward.bytes_sent > 0 or rank.forward.bytes_received > 0
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_memory_is_within_a_tenth_of_a_real_ring(size: int) -> None:
+    for rank in rehearsed_ring(size).ranks.values():
+        assert rank.peak_growth == pytest.approx(real_ring(size)[rank.rank][1], rel=0.1)
+
+
+def test_which_ranks_are_worth_rehearsing() -> None:
+    assert ranks_worth_rehearsing(ring(1)) == {"first, middle, last, worst": 0}
+    found = ranks_worth_rehearsing(ring(16))
+    assert sorted({0, 8, 15} | {max(range(16), key=ring(16).work)}) == sorted(found.values())
+    assert "worst" in ", ".join(found)
+
+
+def test_a_rank_of_a_ring_that_is_not_there() -> None:
+    plan = rs.plan(rs.Dilated((256, 2**20), (1, 2**12)), 2**20, ring_size=256, causal=True, heads=2, dim=16)
+    rank = rehearse_rank(plan, 17, FAST, torch.float32, backward=False)
+    assert rank.rows == 2**12
+    assert rank.hops == len(plan.rank(17).hops) - 1 > 100
+    assert rank.bytes_as_planned
+    assert rank.backward is None
+    assert rank.forward.working > 0
+
+
+def test_a_slow_network_makes_ranks_wait() -> None:
+    plan = ring(8)
+    fast, slow = (
+        rehearse_rank(plan, 3, Network(bandwidth, latency=0), torch.float32, backward=True) for bandwidth in (1e15, 1e6)
+    )
+    assert fast.waiting < 0.01
+    received = plan.bytes_received(3) + plan.bytes_received(3, backward=True)
+    sent = plan.bytes_sent(3) + plan.bytes_sent(3, backward=True)
+    # Everything goes over one link at 1e6 bytes/s; only work hides some of it.
+    assert slow.seconds >= max(sent, received) / 1e6
+    assert slow.waiting <= sum((sent, received)) / 1e6
+
+
+def test_links_between_nodes_are_a_link_of_their_own() -> None:
+    network = Network(bandwidth=100.0, latency=1.0, ranks_per_node=4, bandwidth_across=10.0)
+    assert network.is_across(3, 4)
+    assert not network.is_across(4, 7)
+    clock = Clock(network)
+    start = clock.now
+    assert clock.arrival({False: 100, True: 0}) == pytest.approx(start + 2)
+    assert clock.arrival({False: 100, True: 100}) == pytest.approx(start + 11)  # 1 + 100/10; the other link: 4
+    assert clock.arrival({False: 0, True: 10}) == pytest.approx(start + 13)  # after the one before
+    assert clock.wait_until(start + 13) == pytest.approx(13, abs=0.1)
+    assert clock.wait_until(start + 5) == 0
+    assert clock.arrival({False: 0, True: 0}) == clock.now
+
+
+def test_the_stand_in_fills_every_buffer_and_takes_no_time() -> None:
+    buffers = [torch.full((2, 1, 300_000, 8), torch.nan) for _ in range(2)]
+    mail = StandInMail(0, FAST, torch.device("cpu"), lambda: None)
+    before = mail.clock.working
+    flight = mail.post([], [(1, buffer) for buffer in buffers], "parcels")
+    spent = mail.clock.working - before
+    flight.wait()
+    assert all(buffer.isfinite().all() for buffer in buffers)
+    assert mail.counters.bytes_received == sum(buffer.nbytes for buffer in buffers)
+    assert mail.clock.waiting == pytest.approx(mail.counters.bytes_received / 25e9 + 20e-6, rel=0.1)
+    assert spent < 1e-3
+
+
+def test_a_step_is_as_slow_as_its_slowest_rank() -> None:
+    first: Rehearsed = rehearse_rank(ring(8), 0, FAST, torch.float32, backward=False)
+    alone = RehearsedRing({"first": first}, most_work=first.work)
+    assert alone.step_seconds == pytest.approx(first.seconds)
+    assert RehearsedRing({"first": first}, most_work=3 * first.work).step_seconds == pytest.approx(
+        3 * first.working + first.waiting
+    )
+
+
+def test_bad_networks_are_answered() -> None:
+    with pytest.raises(ValueError, match="bandwidth=0: a rate is more than 0"):
+        Network(0)
+    with pytest.raises(ValueError, match=r"bandwidth_across=0\.0: a rate is more than 0"):
+        Network(1.0, ranks_per_node=8)
+    with pytest.raises(ValueError, match="latency=-1: must be at least 0"):
+        Network(1.0, latency=-1)
+    with pytest.raises(ValueError, match="ranks_per_node=-1"):
+        ByNode(-1)

@@ -1,0 +1,165 @@
+"""Streaming computes what the definition says, forward and backward, whatever the shards, the source and the sink."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import ringspan as rs
+from ringspan.oracle import dense_attention
+from ringspan.streaming import ConsumedRows, HeldRows, MadeRows, RowShape
+from tests.exactness import inputs
+from tests.strategies import held_heads, lengths, patterns
+
+
+def streamed(q: Tensor, k: Tensor, v: Tensor, pattern: rs.Pattern, **options: object) -> tuple[Tensor, Tensor]:
+    batch, n, heads, _ = q.shape
+    out, lse = torch.empty_like(q), torch.empty(batch, heads, n, dtype=torch.float64)
+    source = HeldRows({"q": q.detach(), "k": k.detach(), "v": v.detach()})
+    rs.stream_attention(source, HeldRows({"out": out, "lse": lse}), n, pattern, **options)  # type: ignore[arg-type]
+    return out, lse
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_forward_equals_the_oracle(data: st.DataObject) -> None:
+    sizes = data.draw(lengths().filter(sum))
+    kv_heads, group = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 2))
+    pattern = data.draw(held_heads(data.draw(patterns()), kv_heads))
+    causal, shards = data.draw(st.booleans()), data.draw(st.integers(1, min(6, sum(sizes))))
+    q, k, v = inputs(data.draw(st.integers(1, 2)), sum(sizes), kv_heads, group, 4)
+    options = dict(causal=causal, lengths=sizes)
+    found = streamed(q, k, v, pattern, shards=shards, **options)
+    wanted = dense_attention(q, k, v, pattern=pattern, **options)  # type: ignore[arg-type]
+    for x, y in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x, y.detach(), rtol=0, atol=1e-12)
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_backward_equals_the_oracle(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    sizes = data.draw(lengths().filter(sum))
+    n, kv_heads, group = sum(sizes), data.draw(st.integers(1, 3)), data.draw(st.integers(1, 2))
+    pattern = data.draw(patterns())
+    causal, shards = data.draw(st.booleans()), data.draw(st.integers(1, min(6, n)))
+    q, k, v = inputs(2, n, kv_heads, group, 4)
+    out, lse = dense_attention(q, k, v, pattern=pattern, causal=causal, lengths=sizes)
+    grad_out = torch.randn_like(out)
+    wanted = torch.autograd.grad((out * grad_out).sum(), (q, k, v))
+    names = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "grad_out": grad_out}
+    source = HeldRows({name: x.detach() for name, x in names.items()})
+    found = {name: torch.empty_like(x) for name, x in (("dq", q), ("dk", k), ("dv", v))}
+    folder = tmp_path_factory.mktemp("backward")
+    options = dict(causal=causal, lengths=sizes, shards=shards, folder=folder)
+    rs.stream_backward(source, HeldRows({name: x.detach() for name, x in found.items()}), n, pattern, **options)  # type: ignore[arg-type]
+    for x, y in zip(found.values(), wanted, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bit_for_bit_the_simulated_ring(tmp_path: Path, causal: bool, dtype: torch.dtype) -> None:
+    """The same plan, the same engine, the same order of sums: the same bits, also of gradients in 16 bits."""
+    pattern, n = rs.Dilated((32, 500), (1, 4)), 500
+    q, k, v = inputs(1, n, 2, 2, 16, dtype)
+    sim = rs.SimulatedRing(5, layout="contiguous", passing="direct")
+    out, lse = rs.attention(q, k, v, pattern=pattern, causal=causal, return_lse=True, ring=sim)
+    grad_out = torch.randn_like(out)
+    wanted = [out, lse, *torch.autograd.grad((out * grad_out).sum(), (q, k, v))]
+    names = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "grad_out": grad_out}
+    source = HeldRows({name: x.detach() for name, x in names.items()})
+    results = {
+        name: torch.empty_like(x.detach()) for name, x in zip(("out", "lse", "dq", "dk", "dv"), wanted, strict=True)
+    }
+    rs.stream_attention(source, HeldRows(results), n, pattern, causal=causal, shards=5)
+    rs.stream_backward(source, HeldRows(results), n, pattern, causal=causal, shards=5, folder=tmp_path)
+    for x, y in zip(results.values(), wanted, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_rows_made_and_consumed() -> None:
+    n, pattern = 300, rs.Dilated((16, 300), (1, 4))
+    q, k, v = (x.detach() for x in inputs(1, n, 2, 1, 8))
+    held = HeldRows({"q": q, "k": k, "v": v})
+    taken: list[tuple[str, int, Tensor]] = []
+    source = MadeRows(RowShape(2, 2, 8, torch.float64), held.read)
+    rs.stream_attention(
+        source, ConsumedRows(lambda name, start, rows: taken.append((name, start, rows))), n, pattern, shards=3
+    )
+    assert [(name, start) for name, start, _ in taken] == [(x, i) for i in (0, 100, 200) for x in ("out", "lse")]
+    out = torch.cat([rows for name, _, rows in taken if name == "out"], 1)
+    torch.testing.assert_close(out, rs.attention(q, k, v, pattern=pattern), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_results_come_in_the_dtype_of_the_source(tmp_path: Path, dtype: torch.dtype) -> None:
+    q, k, v, grad_out = (x.detach() for x in (*inputs(1, 60, 2, 1, 8, dtype), inputs(1, 60, 2, 1, 8, dtype)[0]))
+    taken: dict[str, set[torch.dtype]] = {}
+    sink = ConsumedRows(lambda name, start, rows: taken.setdefault(name, set()).add(rows.dtype))
+    held = HeldRows({"q": q, "k": k, "v": v})
+    rs.stream_attention(held, sink, 60, rs.Full(), shards=3)
+    out, lse = rs.attention(q, k, v, pattern=rs.Full(), return_lse=True)
+    held = HeldRows({"q": q, "k": k, "v": v, "out": out, "lse": lse, "grad_out": grad_out})
+    rs.stream_backward(held, sink, 60, rs.Full(), shards=3, folder=tmp_path)
+    assert taken.pop("lse") == {lse.dtype}
+    assert taken == {name: {dtype} for name in ("out", "dq", "dk", "dv")}
+
+
+def test_parcels_that_are_read_are_those_that_a_ring_would_send() -> None:
+    n, pattern = 512, rs.Dilated((32, 512), (1, 4))
+    q, k, v = (x.detach() for x in inputs(1, n, 2, 1, 8))
+    source = HeldRows({"q": q, "k": k, "v": v})
+    done = rs.stream_attention(source, HeldRows({}), n, pattern, causal=True, shards=4)
+    plan = rs.plan(pattern, n, ring_size=4, layout="contiguous", causal=True, heads=2, dim=8, dtype=torch.float64)
+    assert done.parcel_bytes == sum(plan.bytes_received(rank) for rank in range(4)) > 0
+
+
+def test_a_fault_in_a_source_or_sink_is_raised_here() -> None:
+    def broken(name: str, rows: range, heads: range) -> Tensor:
+        if rows.start > 60:
+            raise OSError("the disk is gone")
+        return torch.ones(1, len(rows), len(heads), 8)
+
+    source = MadeRows(RowShape(1, 1, 8), broken)
+    with pytest.raises(OSError, match="the disk is gone"):
+        rs.stream_attention(source, HeldRows({}), 100, rs.Full(), shards=4)
+    wrong = MadeRows(RowShape(1, 1, 8), lambda name, rows, heads: torch.ones(1, len(rows), len(heads), 4))
+    with pytest.raises(ValueError, match=r"must be torch.float32 of shape \(1, 100, 1, 8\)"):
+        rs.stream_attention(wrong, HeldRows({}), 100, rs.Full(), shards=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (dict(n=0), "n=0: a sequence has at least 1 row"),
+        (dict(shards=0), "shards=0: must lie in 1 .. 100"),
+        (dict(shards=101), "shards=101: must lie in 1 .. 100"),
+        (dict(budget_bytes=1000), "budget_bytes=1,000: even .* shards of a row or two need"),
+        (dict(shards=2, budget_bytes=1000), "shards=2: a run would hold .* more than budget_bytes=1,000"),
+        (dict(scale=float("inf")), "scale=inf: must be finite"),
+        (dict(kernel="none"), "kernel='none': must be one of"),
+        (dict(n=200), "row 199 of q: it has 100 rows"),
+    ],
+)
+def test_bad_arguments_are_answered(options: dict[str, object], words: str) -> None:
+    q, k, v = torch.ones(3, 1, 100, 2, 8).unbind()
+    n = options.pop("n", 100)
+    with pytest.raises(ValueError, match=words):
+        rs.stream_attention(HeldRows({"q": q, "k": k, "v": v}), HeldRows({}), n, rs.Full(), **options)  # type: ignore[arg-type]
+
+
+def test_bad_rows_are_answered() -> None:
+    q = torch.ones(1, 10, 2, 8)
+    with pytest.raises(ValueError, match="no k, v among q: a source has q, k and v"):
+        _ = HeldRows({"q": q}).shape
+    with pytest.raises(ValueError, match="batch, seq and dim must be equal"):
+        _ = HeldRows({"q": q, "k": q[:, :5], "v": q[:, :5]}).shape
+    with pytest.raises(ValueError, match="all three need one dtype"):
+        _ = HeldRows({"q": q, "k": q.double(), "v": q}).shape
+    with pytest.raises(ValueError, match=r"lse has shape \(1, 10, 2, 8\)"):
+        HeldRows({"lse": q})
+    with torch.autocast("cpu"), pytest.raises(ValueError, match=r"torch\.autocast is on"):
+        rs.stream_attention(HeldRows({"q": q, "k": q, "v": q}), HeldRows({}), 10, rs.Full())

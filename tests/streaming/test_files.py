@@ -1,0 +1,116 @@
+"""Rows in files: what is written can be read, by us and by others, in place, within the budget."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ringspan as rs
+from ringspan.measure import peak_growth
+from ringspan.streaming import (
+    CountedRows,
+    HeldRows,
+    RowShape,
+    create_numpy,
+    create_safetensors,
+    open_numpy,
+    open_safetensors,
+)
+
+SHAPE = RowShape(heads=4, kv_heads=2, dim=8)
+PATTERN = rs.Dilated((64, 1000), (1, 8))
+N = 1000
+
+
+def made() -> dict[str, torch.Tensor]:
+    rows = CountedRows(SHAPE)
+    return {name: rows.read(name, range(N), range(SHAPE.heads_of(name))) for name in ("q", "k", "v", "grad_out")}
+
+
+def write_inputs(folder: Path, kind: str, tensors: dict[str, torch.Tensor]) -> HeldRows:
+    if kind == "numpy":
+        for name, x in tensors.items():
+            np.save(folder / f"{name}.npy", x.numpy())
+        return open_numpy(folder)
+    save_file(tensors, folder / "rows.safetensors")
+    return open_safetensors(folder / "rows.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["numpy", "safetensors"])
+def test_from_file_to_file_forward_and_backward(tmp_path: Path, kind: str) -> None:
+    tensors = made()
+    source = write_inputs(tmp_path, kind, tensors)
+    create = create_numpy if kind == "numpy" else create_safetensors
+    out_path, grad_path = tmp_path / "out", tmp_path / "gradients"
+    rs.stream_attention(source, create(out_path, N, SHAPE), N, PATTERN, causal=True, shards=3)
+    opened = (
+        open_numpy(tmp_path, out_path) if kind == "numpy" else open_safetensors(tmp_path / "rows.safetensors", out_path)
+    )
+    gradients = create(grad_path, N, SHAPE, backward=True)
+    rs.stream_backward(opened, gradients, N, PATTERN, causal=True, shards=3, folder=tmp_path / "work")
+
+    q, k, v = (tensors[name].requires_grad_() for name in ("q", "k", "v"))
+    out, lse = rs.attention(q, k, v, pattern=PATTERN, causal=True, return_lse=True)
+    wanted = dict(
+        zip(("dq", "dk", "dv"), torch.autograd.grad((out * tensors["grad_out"]).sum(), (q, k, v)), strict=True)
+    )
+    wanted |= {"out": out.detach(), "lse": lse.detach()}
+    if kind == "numpy":  # read by those who made the formats
+        found = {path.stem: torch.from_numpy(np.load(path)) for path in (*out_path.iterdir(), *grad_path.iterdir())}
+    else:
+        found = {**load_file(out_path), **load_file(grad_path)}
+    assert found.keys() == wanted.keys()
+    for name, x in wanted.items():
+        torch.testing.assert_close(found[name], x, rtol=0, atol=2e-5)
+
+
+def test_bf16_in_safetensors(tmp_path: Path) -> None:
+    shape = RowShape(2, 2, 8, torch.bfloat16)
+    sink = create_safetensors(tmp_path / "out.safetensors", 100, shape)
+    rs.stream_attention(CountedRows(shape), sink, 100, rs.Full(), shards=3)
+    found = load_file(tmp_path / "out.safetensors")
+    assert found["out"].dtype == torch.bfloat16
+    assert found["lse"].dtype == torch.float32
+    q, k, v = (CountedRows(shape).read(name, range(100), range(2)) for name in ("q", "k", "v"))
+    wanted = rs.attention(q, k, v, pattern=rs.Full())
+    torch.testing.assert_close(found["out"], wanted, rtol=0, atol=2**-7)
+
+
+def test_files_of_another_run_are_refused(tmp_path: Path) -> None:
+    create_numpy(tmp_path, 10, SHAPE)
+    create_safetensors(tmp_path / "x.safetensors", 10, SHAPE)
+    with pytest.raises(ValueError, match=r"out.npy holds torch.float32 of shape \(1, 10, 4, 8\)"):
+        create_numpy(tmp_path, 11, SHAPE)
+    with pytest.raises(ValueError, match="belongs to another run"):
+        create_safetensors(tmp_path / "x.safetensors", 11, SHAPE)
+    with pytest.raises(ValueError, match="has no dq"):
+        create_safetensors(tmp_path / "x.safetensors", 10, SHAPE, backward=True)
+    with pytest.raises(ValueError, match=r"no \.npy file in"):
+        open_numpy(tmp_path / "nowhere")
+    np.save(tmp_path / "out.npy", np.ones((3, 2, 2, 2), order="F"))
+    with pytest.raises(ValueError, match="Fortran order"):
+        open_numpy(tmp_path)
+
+
+def test_memory_stays_within_the_budget(tmp_path: Path) -> None:
+    """Three times as much in files as the budget allows in memory."""
+    n, shape, budget = 2**18, RowShape(heads=4, kv_heads=4, dim=32), 160 * 2**20
+    rows = CountedRows(shape)
+    for name in ("q", "k", "v"):
+        file = np.lib.format.open_memmap(tmp_path / f"{name}.npy", mode="w+", dtype=np.float32, shape=(1, n, 4, 32))
+        for start in range(0, n, 2**13):
+            file[:, start : start + 2**13] = rows.read(name, range(start, start + 2**13), range(4)).numpy()
+        del file
+    source, sink = open_numpy(tmp_path), create_numpy(tmp_path / "out", n, shape)
+    pattern = rs.Dilated((256, n), (1, n // 256))
+    rs.stream_attention(source, HeldRows({}), 2**10, pattern, causal=True)  # what torch sets up once is not counted
+    done, grown = peak_growth(lambda: rs.stream_attention(source, sink, n, pattern, causal=True, budget_bytes=budget))
+    assert done.shards >= 8
+    assert 4 * n * 512 > 3 * budget
+    assert grown <= budget
+    place = range(77_777, 77_778)
+    q, k, v = (rows.read(name, range(77_568, 77_824), range(4)) for name in ("q", "k", "v"))
+    near = rs.attention(q, k, v, pattern=rs.Full(), causal=True)[:, 77_777 - 77_568]  # selected in one branch only
+    torch.testing.assert_close(sink.read("out", place, range(4))[:, 0], near, rtol=0, atol=1e-5)

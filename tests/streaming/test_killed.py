@@ -1,0 +1,139 @@
+"""A run that is killed goes on, and its output is bit for bit that of one that was not."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import ringspan as rs
+from ringspan.streaming import CountedRows, DigestedRows, HeldRows, Place, RowShape, create_numpy, open_numpy
+from ringspan.streaming.progress import read_lines
+
+SHAPE = RowShape(heads=2, kv_heads=1, dim=16)
+PATTERN = rs.Dilated((64, 4096), (1, 16))
+N, SHARDS = 4096, 8
+SCRIPT = """
+import sys, time
+from pathlib import Path
+import ringspan as rs
+from tests.streaming.test_killed import forward, backward
+folder = Path(sys.argv[2])
+slowly = lambda done: (print(done.finished, flush=True), time.sleep(0.1))
+forward(folder, slowly) if sys.argv[1] == "forward" else backward(folder, slowly)
+"""
+
+
+def forward(folder: Path, on_shard: object = None) -> rs.streaming.Streamed:
+    return rs.stream_attention(
+        CountedRows(SHAPE),
+        create_numpy(folder / "out", N, SHAPE),
+        N,
+        PATTERN,
+        causal=True,
+        shards=SHARDS,
+        progress=folder / "progress.jsonl",
+        on_shard=on_shard,  # type: ignore[arg-type]
+    )
+
+
+def backward(folder: Path, on_shard: object = None, causal: bool = False) -> rs.streaming.Streamed:
+    return rs.stream_backward(
+        open_numpy(folder / "inputs"),
+        create_numpy(folder / "gradients", N, SHAPE, backward=True),
+        N,
+        PATTERN,
+        causal=causal,
+        shards=SHARDS,
+        folder=folder / "work",
+        on_shard=on_shard,  # type: ignore[arg-type]
+    )
+
+
+def write_inputs(folder: Path) -> None:
+    import numpy as np
+
+    rows = CountedRows(SHAPE)
+    tensors = {name: rows.read(name, range(N), range(SHAPE.heads_of(name))) for name in ("q", "k", "v", "grad_out")}
+    q, k, v = (tensors[name] for name in ("q", "k", "v"))
+    tensors["out"], tensors["lse"] = rs.attention(q, k, v, pattern=PATTERN, return_lse=True)
+    (folder / "inputs").mkdir(parents=True)
+    for name, x in tensors.items():
+        np.save(folder / "inputs" / f"{name}.npy", x.numpy())
+
+
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_killed_in_the_middle(tmp_path: Path, way: str) -> None:
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    for folder in (killed, whole):
+        if way == "backward":
+            write_inputs(folder)
+    run = forward if way == "forward" else backward
+    steps = SHARDS if way == "forward" else 2 * SHARDS  # not causal: twice over the shards
+    command = [sys.executable, "-c", SCRIPT, way, str(killed)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as worker:
+        assert worker.stdout is not None
+        for line in worker.stdout:
+            if int(line) >= steps - 5:
+                break
+        worker.send_signal(signal.SIGKILL)
+    done, straight = run(killed), run(whole)
+    assert 0 < done.resumed < steps
+    assert (straight.resumed, straight.shards) == (0, steps)
+    results = "out" if way == "forward" else "gradients"
+    for path in (whole / results).iterdir():
+        assert path.read_bytes() == (killed / results / path.name).read_bytes()
+
+
+def test_a_line_that_was_cut_off_is_not_there(tmp_path: Path) -> None:
+    forward(tmp_path)
+    progress = tmp_path / "progress.jsonl"
+    text = progress.read_text()
+    progress.write_text(text[:-10])
+    before = (tmp_path / "out/out.npy").read_bytes()
+    assert forward(tmp_path).resumed == SHARDS - 1
+    assert (tmp_path / "out/out.npy").read_bytes() == before
+    assert len(read_lines(progress)) == SHARDS + 1
+    assert forward(tmp_path).resumed == SHARDS
+
+
+def test_another_run_is_refused(tmp_path: Path) -> None:
+    forward(tmp_path)
+    with pytest.raises(ValueError, match=r"belongs to a run with causal=True, but this one has False"):
+        rs.stream_attention(
+            CountedRows(SHAPE), HeldRows({}), N, PATTERN, shards=SHARDS, progress=tmp_path / "progress.jsonl"
+        )
+
+
+def test_a_digest_goes_on(tmp_path: Path) -> None:
+    places = [Place(3, 0), Place(2000, 1), Place(4095, 1)]
+    wholly = DigestedRows(places)
+    options = dict(causal=True, shards=SHARDS)
+    rs.stream_attention(CountedRows(SHAPE), wholly, N, PATTERN, **options)  # type: ignore[arg-type]
+
+    class Stop(Exception):  # noqa: N818
+        pass
+
+    def stop(done: rs.streaming.ShardDone) -> None:
+        if done.finished == 4:
+            raise Stop
+
+    path = tmp_path / "progress.jsonl"
+    with pytest.raises(Stop):
+        rs.stream_attention(
+            CountedRows(SHAPE), DigestedRows(places), N, PATTERN, progress=path, on_shard=stop, **options
+        )  # type: ignore[call-overload]
+    resumed = DigestedRows(places)
+    done = rs.stream_attention(CountedRows(SHAPE), resumed, N, PATTERN, progress=path, **options)  # type: ignore[arg-type]
+    assert done.resumed >= 4
+    assert resumed.digest == wholly.digest
+    for place in places:
+        rows, heads = range(place.row, place.row + 1), range(place.head, place.head + 1)
+        for name in ("out", "lse"):
+            assert torch.equal(resumed.read(name, rows, heads), wholly.read(name, rows, heads))
+    with pytest.raises(ValueError, match="was not kept"):
+        resumed.read("out", range(5, 6), range(1))

@@ -1,0 +1,67 @@
+"""How many shards: the fewest that fit, and enough to overlap; and reading, computing and writing do overlap."""
+
+import time
+
+import pytest
+import torch
+
+import ringspan as rs
+from ringspan.planning import RingPlan
+from ringspan.streaming.pipeline import run_pipeline
+from ringspan.streaming.shards import ENOUGH_TO_OVERLAP, OVERHEAD_BYTES, fewest_shards, held_bytes
+
+WORKSPACE = 2**20
+
+
+def plan_with(shards: int, n: int = 2**30) -> RingPlan:
+    pattern = rs.Dilated((256, 65536, n), (1, 256, n // 256))
+    return rs.plan(pattern, n, ring_size=shards, layout="contiguous", causal=True, passing="direct", heads=2, dim=32)
+
+
+@pytest.mark.parametrize("budget", [2**31, 2**33])
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_fewest_that_fit(budget: int, backward: bool) -> None:
+    shards = fewest_shards(plan_with, WORKSPACE, budget, backward=backward)
+    assert held_bytes(plan_with(shards), WORKSPACE, backward=backward) <= budget
+    assert held_bytes(plan_with(shards // 2), WORKSPACE, backward=backward) > budget
+
+
+def test_enough_to_overlap_but_none_for_short_sequences() -> None:
+    assert fewest_shards(lambda k: plan_with(k, 2**20), WORKSPACE, 2**40, backward=False) == ENOUGH_TO_OVERLAP
+    assert fewest_shards(lambda k: plan_with(k, 2**13), WORKSPACE, 2**40, backward=False) == 1
+
+
+def test_what_is_held_is_what_is_counted() -> None:
+    """Three shards' worth: q, k, v and results of one, inputs of the next, results of the one before, also in files."""
+    n, shards = 2**16, 16
+    rows, row = n // shards, 4 * 2 * 32  # fp32, 2 heads of 32
+    held = held_bytes(plan_with(shards, n), 0)
+    parcels = max(plan_with(shards, n).memory(rank).parcels for rank in range(shards))
+    results = row + 2 * 4
+    assert held == rows * ((3 * row + results) + 3 * row + 2 * results) + parcels + OVERHEAD_BYTES
+
+
+def test_reading_computing_and_writing_overlap() -> None:
+    steps: list[tuple[str, int]] = []
+
+    def slowly(what: str, item: int) -> int:
+        time.sleep(0.05)
+        steps.append((what, item))
+        return item
+
+    start = time.perf_counter()
+    run_pipeline(
+        range(8),
+        lambda item: slowly("read", item),
+        lambda item, rows: slowly("compute", rows),
+        lambda item, results: slowly("write", results) and None,
+    )
+    assert time.perf_counter() - start < 0.75 * 3 * 8 * 0.05
+    for what in ("read", "compute", "write"):
+        assert [item for step, item in steps if step == what] == list(range(8))
+    for item in range(7):  # never more than one item ahead and one behind
+        assert steps.index(("write", item)) < steps.index(("compute", item + 1)) + 2 * 3
+
+
+def test_nothing_to_do() -> None:
+    run_pipeline([], lambda item: torch.ones(1), lambda item, rows: rows, lambda item, results: None)
