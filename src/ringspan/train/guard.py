@@ -55,6 +55,8 @@ class Guard:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if error is not None:
+            self._end_if_orphaned()  # a peer that stopped first is not the cause: say what is
         self._over.set()
         self._thread.join()
         self.lock.release()
@@ -83,8 +85,7 @@ class Guard:
 
     def _watch(self) -> None:
         while not self._over.wait(BEAT):
-            if self.launcher is not None and os.getppid() != self.launcher:
-                self._end(f"the launcher (process {self.launcher}) is gone")
+            self._end_if_orphaned()
             try:
                 if self._is_locked:
                     self.lock.beat()
@@ -104,6 +105,10 @@ class Guard:
         if self.rank == 0:
             beats = read_beats(self.folder, trainer.crew.world, self._began)
             self._tell(beats, stragglers(beats))
+
+    def _end_if_orphaned(self) -> None:
+        if self.launcher is not None and os.getppid() != self.launcher:
+            self._end(f"the launcher (process {self.launcher}) is gone")
 
     def _end(self, why: str) -> NoReturn:
         """End the process, whatever its main thread waits for."""
