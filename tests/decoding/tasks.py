@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import traceback
-import warnings
 from typing import Any
 
 import pytest
@@ -17,24 +15,6 @@ from ringspan.decoding import Sampler
 from ringspan.models import Decoder, LongNet, LongNetConfig
 from ringspan.oracle import dense_attention
 from tests.exactness import inputs
-
-
-def run_tasks(names: list[str]) -> dict[str, str]:
-    """Run tasks one after the other; for each, the traceback if it failed."""
-    torch.use_deterministic_algorithms(True)  # fills uninitialised memory with NaN
-    warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", message=".*selects row")
-    failures = {}
-    for name in names:
-        torch.manual_seed(0)
-        random.seed(0)
-        try:
-            globals()[name]()
-            failures[name] = ""
-        except Exception:
-            failures[name] = traceback.format_exc()
-        dist.barrier()
-    return failures
 
 
 def close(x: Tensor, y: Tensor) -> None:
@@ -151,8 +131,9 @@ def a_model_writes_the_same_over_the_ring_as_alone() -> None:
     for counts in ((50,), (40, 40), (30, 7)):
         prompts = [torch.randint(256, (n,)) for n in counts]
         texts = []
-        for options in ({}, dict(ring=ring), dict(ring=ring, sharded=True)):
-            stream = Decoder(model, len(counts), **options).stream(prompts, Sampler(temperature=0))  # type: ignore
+        for held_by, sharded in ((None, False), (ring, False), (ring, True)):
+            decoder = Decoder(model, len(counts), ring=held_by, sharded=sharded)
+            stream = decoder.stream(prompts, Sampler(temperature=0))
             texts.append([next(stream).tolist() for _ in range(40)])
         assert texts[0] == texts[1] == texts[2]
 

@@ -10,11 +10,12 @@ from ringspan.oracle import dense_attention
 from ringspan.processes import run_local_ranks
 from tests.decoding import tasks
 from tests.exactness import inputs
+from tests.rank_tasks import run_tasks
 
 
 @lru_cache
 def failures(size: int) -> list[dict[str, str]]:
-    return run_local_ranks(size, tasks.run_tasks, tasks.TASKS, timeout_seconds=110)
+    return run_local_ranks(size, run_tasks, tasks.__name__, tasks.TASKS, timeout_seconds=110)
 
 
 @pytest.mark.parametrize("task", tasks.TASKS)

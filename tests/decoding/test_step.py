@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -176,9 +178,9 @@ class TestBadInput:
             (dict(scale=float("nan")), "scale=nan: must be finite"),
         ],
     )
-    def test_steps(self, change: dict[str, object], reason: str) -> None:
+    def test_steps(self, change: dict[str, Any], reason: str) -> None:
         with pytest.raises(ValueError, match=reason):
-            rs.attention_step(**{"q": self.x, "k": self.x, "v": self.x, "cache": self.cache, **change})  # type: ignore
+            rs.attention_step(**{"q": self.x, "k": self.x, "v": self.x, "cache": self.cache, **change})
 
     def test_dtype_and_batch(self) -> None:
         half, one = self.x.half(), self.x[:1]

@@ -4,8 +4,6 @@ import gc
 import os
 import random
 import re
-import traceback
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,24 +20,6 @@ from ringspan.planning import ByNode
 from tests.exactness import inputs, loss_weights, weighted_loss
 
 Task = Callable[[], None]
-
-
-def run_tasks(names: list[str]) -> dict[str, str]:
-    """Run tasks one after the other; for each, the traceback if it failed."""
-    torch.use_deterministic_algorithms(True)  # fills uninitialised memory with NaN
-    warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", message=".*selects row")
-    failures = {}
-    for name in names:
-        torch.manual_seed(0)
-        random.seed(0)
-        try:
-            globals()[name]()
-            failures[name] = ""
-        except Exception:
-            failures[name] = traceback.format_exc()
-        dist.barrier()
-    return failures
 
 
 def close(x: Tensor, y: Tensor) -> None:

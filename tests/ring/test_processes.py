@@ -6,12 +6,13 @@ import pytest
 
 import ringspan as rs
 from ringspan.processes import run_local_ranks
+from tests.rank_tasks import run_tasks
 from tests.ring import tasks
 
 
 @lru_cache
 def failures(size: int) -> list[dict[str, str]]:
-    return run_local_ranks(size, tasks.run_tasks, tasks.BY_SIZE[size], timeout_seconds=240)
+    return run_local_ranks(size, run_tasks, tasks.__name__, tasks.BY_SIZE[size], timeout_seconds=240)
 
 
 @pytest.mark.timeout(300)
