@@ -7,7 +7,6 @@ everything that comes home to it. Otherwise the tiles of parcels are computed on
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from ringspan.kernels import accumulation_dtype
 from ringspan.kernels.kernel import Needs
 from ringspan.planning import RankPlan
 from ringspan.ring.players import drive
-from ringspan.streaming.job import Job, ShardDone, Streamed, make_job
+from ringspan.streaming.job import Job, ShardDone, ShardNotes, Streamed, make_job
 from ringspan.streaming.mail import SourceMail, backward_posts, without_sends
 from ringspan.streaming.pipeline import run_pipeline
 from ringspan.streaming.progress import Progress
@@ -103,22 +102,16 @@ def stream_backward(
     )
     finished = Progress(path, job.settings("stream_backward"))
     passes = _passes(causal)
-    resumed, count = len(finished.finished), len(passes) * job.plan.layout.ring_size
-    last = time.perf_counter()
+    notes = ShardNotes(job, finished, len(passes) * job.plan.layout.ring_size, on_shard)
 
     def note(which: _Pass, shard: int) -> None:
-        nonlocal last
-        kept = sink.finish() if which.writes else {}
-        spent, last = time.perf_counter() - last, time.perf_counter()
-        finished.finish(f"{which.name} {shard}", kept, spent)
-        if on_shard is not None:
-            on_shard(ShardDone(shard, len(finished.finished), count, len(job.span(shard)), spent))
+        notes.done(f"{which.name} {shard}", shard, sink.finish() if which.writes else {})
 
     sink.resume([known for step, known in finished.finished.items() if step.startswith("gradients")])
     with ThreadPoolExecutor(1, "read parcels") as parcel_reader:
         for which in passes:
             _run_pass(which, job, sink, folder / "spool", finished, parcel_reader, note)
-    return Streamed(count, resumed, finished.seconds, job.counters.bytes_received, job.counters.peak_bytes)
+    return notes.streamed()
 
 
 def _run_pass(

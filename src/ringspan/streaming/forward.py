@@ -6,7 +6,6 @@ source. Shards depend on nothing but the source, so a run that was interrupted g
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch import Tensor
 from ringspan.engine import walk_forward
 from ringspan.geometry import Pattern
 from ringspan.ring.players import drive
-from ringspan.streaming.job import ShardDone, Streamed, make_job
+from ringspan.streaming.job import ShardDone, ShardNotes, Streamed, make_job
 from ringspan.streaming.mail import SourceMail, forward_posts, without_sends
 from ringspan.streaming.pipeline import run_pipeline
 from ringspan.streaming.progress import Progress
@@ -79,8 +78,8 @@ def stream_attention(
     )
     finished = Progress(path, job.settings("stream_attention"))
     sink.resume(list(finished.finished.values()))
-    resumed, count = len(finished.finished), job.plan.layout.ring_size
-    last = time.perf_counter()
+    count = job.plan.layout.ring_size
+    notes = ShardNotes(job, finished, count, on_shard)
 
     def compute(shard: int, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
         plan = without_sends(job.plan.rank(shard))
@@ -90,16 +89,11 @@ def stream_attention(
             return out.to(source.shape.dtype), lse
 
     def write(shard: int, results: tuple[Tensor, Tensor]) -> None:
-        nonlocal last
         for name, x in zip(("out", "lse"), results, strict=True):
             sink.write(name, job.span(shard).start, x.cpu())
-        kept = sink.finish()
-        spent, last = time.perf_counter() - last, time.perf_counter()
-        finished.finish(str(shard), kept, spent)
-        if on_shard is not None:
-            on_shard(ShardDone(shard, len(finished.finished), count, len(job.span(shard)), spent))
+        notes.done(str(shard), shard, sink.finish())
 
     todo = [shard for shard in range(count) if str(shard) not in finished.finished]
     with ThreadPoolExecutor(1, "read parcels") as parcel_reader:
         run_pipeline(todo, lambda shard: job.read(INPUTS, shard), compute, write)
-    return Streamed(count, resumed, finished.seconds, job.counters.bytes_received, job.counters.peak_bytes)
+    return notes.streamed()

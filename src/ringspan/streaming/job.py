@@ -6,6 +6,7 @@ Everything is checked here before anything is read.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from ringspan.kernels import Kernel
 from ringspan.planning import Packing, Parcel, RingPlan, packing_from_sequence
 from ringspan.prices import plan as price_plan
 from ringspan.ring.mail import Counters
-from ringspan.streaming.progress import shards_begun_with
+from ringspan.streaming.progress import Progress, shards_begun_with
 from ringspan.streaming.rows import Source
 from ringspan.streaming.shards import fewest_shards, held_bytes
 
@@ -89,6 +90,28 @@ class Job:
             "scale": self.scale,
             "kernel": self.kernel.name,
         }
+
+
+class ShardNotes:
+    """Notes each finished shard, with the time since the one before, and tells whoever wants to know."""
+
+    def __init__(self, job: Job, finished: Progress, count: int, on_shard: Callable[[ShardDone], None] | None) -> None:
+        self.job, self.finished, self.count, self.on_shard = job, finished, count, on_shard
+        self.resumed = len(finished.finished)
+        self._last = time.perf_counter()
+
+    def done(self, step: str, shard: int, kept: dict[str, Any]) -> None:
+        """A step of the run is over and its results last; ``kept`` is what the sink wants to know when it goes on."""
+        spent, self._last = time.perf_counter() - self._last, time.perf_counter()
+        self.finished.finish(step, kept, spent)
+        if self.on_shard is not None:
+            rows = len(self.job.span(shard))
+            self.on_shard(ShardDone(shard, len(self.finished.finished), self.count, rows, spent))
+
+    def streamed(self) -> Streamed:
+        """What the whole run did."""
+        counters = self.job.counters
+        return Streamed(self.count, self.resumed, self.finished.seconds, counters.bytes_received, counters.peak_bytes)
 
 
 def make_job(
