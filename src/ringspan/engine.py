@@ -17,7 +17,7 @@ from ringspan.kernels.kernel import Needs
 from ringspan.planning import Hop, Parcel, RankPlan, Tile
 from ringspan.ring.mail import Counters, Flight, Mail
 from ringspan.softmax import merge_, put_
-from ringspan.travel import Buffers, Walk, add_home_, parcel_rows, travel
+from ringspan.travel import ParcelGradients, Walk, parcel_rows, travel
 from ringspan.views import Block, CallSize, Operands, blocks, comb_view, fold
 
 # What the kernel calls of a tile may hold at a time: small enough to stay in cache, and the only memory
@@ -86,7 +86,7 @@ def walk_backward(
 ) -> Generator[Flight, None, Gradients]:
     """Gradients of q, k and v in the accumulation dtype; None for those that nobody needs.
 
-    The gradient of a parcel goes straight back to its owner, after each hop, while the next one is computed.
+    The gradient of a parcel goes where the parcel goes, or home, after each hop, while the next one is computed.
     """
     q, k, v, out = (_with_dense_rows(x) for x in (q, k, v, out))
     wide = accumulation_dtype(q.dtype)
@@ -101,12 +101,10 @@ def walk_backward(
     )
     own_grads = _present(dk=dk, dv=dv)
     row_bytes = q.shape[-1] * q.element_size() * (3 if grad_lse is None else 6)
-    buffers = Buffers(mail, k, wide)
-    packings = {packing.parcel: packing for packing in plan.packings}
-    homeward: list[tuple[Flight, list[Tensor], list[tuple[Parcel, Tensor]]]] = []
+    parcel_grads = ParcelGradients(plan, mail, k, own_grads)
 
     def compute(number: int, hop: Hop, here: dict[Parcel, Tensor]) -> Walk:
-        away = {message.parcel: buffers.take(message.parcel).zero_() for message in hop.receives if own_grads}
+        away = parcel_grads.zeros(hop)
         for tile in hop.tiles:
             key_side = {"k": k, "v": v, **own_grads}
             if tile.parcel is not None:
@@ -122,30 +120,15 @@ def walk_backward(
                     del shares  # before the next call makes its own
                 if grad_lse is not None:
                     _add_shares(x, _lse_shares(x, block.causal, scale, kernel, needs))
-        yield from come_home()
-        if own_grads:
-            send_home(number, hop, away)
-
-    def send_home(number: int, hop: Hop, away: dict[Parcel, Tensor]) -> None:
-        coming = [(message, buffers.take(message.parcel)) for message in hop.homecoming]
-        sends = [(message.parcel.owner, away[message.parcel]) for message in hop.receives]
-        flight = mail.post(sends, [(m.peer, buffer) for m, buffer in coming], f"gradients of hop {number}")
-        homeward.append((flight, [*away.values()], [(m.parcel, buffer) for m, buffer in coming]))
-
-    def come_home() -> Walk:
-        while homeward:
-            flight, gone, come = homeward.pop()
-            yield flight
-            for parcel, buffer in come:
-                add_home_(packings[parcel], buffer, own_grads)
-            buffers.give_back([*gone, *(buffer for _, buffer in come)])
+        yield from parcel_grads.land()
+        parcel_grads.send(number, hop, away)
 
     try:
         with mail.counters.holding(q, k, v, out, lse, grad_out, grad_lse, dq, dk, dv):
             yield from travel(plan, mail, k, v, compute)
-            yield from come_home()
+            yield from parcel_grads.land()
     finally:
-        buffers.release()
+        parcel_grads.release()
     return dq, dk, dv
 
 

@@ -1,4 +1,4 @@
-"""Travel: walks the hops of a plan, with the parcels of the next hop in flight while this one is computed.
+"""Travel: walks the hops of a plan, with the parcels of the next hop, or gradients of the last, in flight meanwhile.
 
 A walk is a generator: it yields each flight that must be over before it can go on, and whoever drives it waits. So
 the same walk runs on a real ring (wait for it) and on a simulated one (let the other ranks go on first).
@@ -112,12 +112,59 @@ def travel(
         buffers.release()
 
 
-def add_home_(packing: Packing, buffer: Tensor, own: Operands) -> None:
-    """Add the gradient of an own parcel to the rows that it was packed from."""
-    for mine, there in packing.combs:
-        for name, rows in zip(("dk", "dv"), parcel_rows(buffer, 1), strict=True):
-            if name in own:
-                comb_view(own[name], mine).add_(comb_view(rows, there))
+class ParcelGradients:
+    """Gradients of parcels: each follows its parcel, one step behind, grows on the way, and is added at home.
+
+    ``own`` holds the gradients "dk" and "dv" of the rank's own rows, in the accumulation dtype; if it is empty, nobody
+    wants any, and nothing is sent.
+    """
+
+    def __init__(self, plan: RankPlan, mail: Mail, like: Tensor, own: Operands) -> None:
+        self._rank, self._mail, self._own = plan.rank, mail, own
+        self._packings = {packing.parcel: packing for packing in plan.packings}
+        self._buffers = Buffers(mail, like, next((x.dtype for x in own.values()), like.dtype))
+        self._flying: list[tuple[Flight, list[Tensor], list[tuple[Parcel, Tensor]]]] = []
+        self._waiting: dict[Parcel, Tensor] = {}  # of parcels that are still to be used here, from ranks before
+
+    def zeros(self, hop: Hop) -> dict[Parcel, Tensor]:
+        """For the shares of this rank in the gradients of a hop's parcels."""
+        return {m.parcel: self._buffers.take(m.parcel).zero_() for m in hop.receives if self._own}
+
+    def send(self, number: int, hop: Hop, shares: dict[Parcel, Tensor]) -> None:
+        """Add what came from ranks before, and send the sums on: to the next rank on the route, or home."""
+        if not self._own:
+            return
+        for parcel in [*self._waiting]:
+            if parcel in shares:
+                shares[parcel].add_(self._waiting[parcel])
+                self._buffers.give_back([self._waiting.pop(parcel)])
+        coming = [(message, self._buffers.take(message.parcel)) for message in hop.gradients_in]
+        going = [(message.peer, shares[message.parcel]) for message in hop.gradients_out]
+        flight = self._mail.post(going, [(m.peer, buffer) for m, buffer in coming], f"gradients of hop {number}")
+        self._flying.append((flight, [*shares.values()], [(m.parcel, buffer) for m, buffer in coming]))
+
+    def land(self) -> Walk:
+        """Wait for what was sent after the hop before: what comes home is added, the rest waits for its parcel."""
+        while self._flying:
+            flight, gone, come = self._flying.pop()
+            yield flight
+            self._buffers.give_back(gone)
+            for parcel, buffer in come:
+                if parcel.owner == self._rank:
+                    self._add_home(self._packings[parcel], buffer)
+                    self._buffers.give_back([buffer])
+                else:
+                    self._waiting[parcel] = buffer
+
+    def _add_home(self, packing: Packing, buffer: Tensor) -> None:
+        for mine, there in packing.combs:
+            for name, rows in zip(("dk", "dv"), parcel_rows(buffer, 1), strict=True):
+                if name in self._own:
+                    comb_view(self._own[name], mine).add_(comb_view(rows, there))
+
+    def release(self) -> None:
+        """The walk is over: all memory goes."""
+        self._buffers.release()
 
 
 def _pack(packing: Packing, buffer: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -70,7 +70,9 @@ class Block:
 
     def of(self, operands: Operands, query_side: Operands) -> Operands:
         """The block's rows of operands (x, y, rows, ..), by the side that each is on."""
-        return {name: x.narrow(2, *(self.queries if name in query_side else self.keys)) for name, x in operands.items()}
+        return {
+            name: _narrowed(x, 2, self.queries if name in query_side else self.keys) for name, x in operands.items()
+        }
 
 
 def blocks(query_rows: int, key_rows: int, causal: bool, edge: int) -> Iterator[Block]:
@@ -110,7 +112,12 @@ class CallSize:
         x_size, y_size = next(iter(operands.values())).shape[:2]
         for xs in _stretches(x_size, max(1, self.tiles // y_size)):
             for ys in _stretches(y_size, self.tiles):
-                yield {name: x.narrow(0, *xs).narrow(1, *ys) for name, x in operands.items()}
+                yield {name: _narrowed(_narrowed(x, 0, xs), 1, ys) for name, x in operands.items()}
+
+
+def _narrowed(x: Tensor, dim: int, stretch: Stretch) -> Tensor:
+    """A stretch of a dimension; all of it as it is, since the tiles of far hops are small, and views cost time."""
+    return x if stretch == (0, x.shape[dim]) else x.narrow(dim, *stretch)
 
 
 def _stretches(total: int, at_most: int) -> list[Stretch]:

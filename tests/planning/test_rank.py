@@ -93,8 +93,11 @@ def test_what_is_awaited_is_sent_and_only_where_it_is_needed(ring: tuple) -> Non
             has |= {message.parcel: number for message in hop.receives}
             sent.update((plan.rank, m.peer, number, m.parcel) for m in hop.sends)
             awaited.update((m.peer, plan.rank, number, m.parcel) for m in hop.receives)
-            going_home.update((plan.rank, m.parcel.owner, number, m.parcel) for m in hop.receives)
-            coming_home.update((m.peer, plan.rank, number, m.parcel) for m in hop.homecoming)
+            going_home.update((plan.rank, m.peer, number, m.parcel) for m in hop.gradients_out)
+            coming_home.update((m.peer, plan.rank, number, m.parcel) for m in hop.gradients_in)
+            assert [m.parcel for m in hop.gradients_out] == [m.parcel for m in hop.receives]
+            passed_on = [m.parcel for m in hop.gradients_in if m.parcel.owner != plan.rank]
+            assert not any(parcel in has for parcel in passed_on), "a gradient comes after its parcel was used"
             for branch in {message.parcel.branch for message in hop.receives}:
                 arriving = sum(m.parcel.rows for m in hop.receives if m.parcel.branch == branch)
                 longest = max(layout.rows_of(rank) for rank in range(layout.ring_size))
@@ -114,8 +117,8 @@ def test_messages_between_two_ranks_are_listed_in_one_order(ring: tuple) -> None
                 sends = [m.parcel for m in a.hops[number].sends if m.peer == b.rank]
                 receives = [m.parcel for m in b.hops[number].receives if m.peer == a.rank]
                 assert sends == receives
-                going = [m.parcel for m in a.hops[number].receives if m.parcel.owner == b.rank]
-                coming = [m.parcel for m in b.hops[number].homecoming if m.peer == a.rank]
+                going = [m.parcel for m in a.hops[number].gradients_out if m.peer == b.rank]
+                coming = [m.parcel for m in b.hops[number].gradients_in if m.peer == a.rank]
                 assert going == coming
 
 

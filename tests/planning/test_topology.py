@@ -49,9 +49,27 @@ def test_bytes_across_nodes_fall(causal: bool) -> None:
     assert across["relay by nodes of 4"] < across["relay"] < across["direct"]
     everything = {str(passing): traffic(ring(passing, causal=causal), 4) for passing in ("direct", "relay", ByNode(4))}
     assert len({found.inside + found.across for found in everything.values()}) == 1, "the same bytes, other ways"
-    there_and_back = traffic(ring(ByNode(4), causal=causal), 4, backward=True)
-    assert there_and_back.parcels_across == across["relay by nodes of 4"]
-    assert there_and_back.gradients_across > 0
+    backward = {passing: traffic(ring(passing, causal=causal), 4, backward=True) for passing in ("direct", ByNode(4))}
+    assert backward[ByNode(4)].parcels_across == across["relay by nodes of 4"]
+    assert 0 < backward[ByNode(4)].gradients_across < 0.7 * backward["direct"].gradients_across
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("per_node", [1, 3, 4])
+def test_a_gradient_leaves_each_node_once(layout: str, causal: bool, per_node: int) -> None:
+    plan = ring(ByNode(per_node), layout, causal=causal)
+    exits: Counter[tuple[object, int]] = Counter()
+    seers: set[tuple[object, int]] = set()
+    for rank in range(16):
+        for hop in plan.rank(rank).hops:
+            for message in hop.gradients_out:
+                here = rank // per_node
+                if here != message.parcel.owner // per_node:
+                    seers.add((message.parcel, here))
+                if message.peer // per_node != here:
+                    exits[message.parcel, here] += 1
+    assert exits == Counter(seers)
 
 
 def test_nodes_make_no_difference_to_results() -> None:

@@ -84,6 +84,7 @@ def test_killed_in_the_middle(tmp_path: Path, way: str) -> None:
     done, straight = run(killed), run(whole)
     assert 0 < done.resumed < steps
     assert (straight.resumed, straight.shards) == (0, steps)
+    assert done.parcel_bytes == straight.parcel_bytes
     results = "out" if way == "forward" else "gradients"
     for path in (whole / results).iterdir():
         assert path.read_bytes() == (killed / results / path.name).read_bytes()

@@ -143,7 +143,8 @@ def _say(console: Console, found: Demonstration, out: Path) -> None:
     lines = [
         f"{settings.tokens:,} tokens, {pattern_text(settings.pattern)}, "
         f"{'causal' if settings.causal else 'not causal'}, {settings.heads} heads of {settings.dim}, {settings.dtype}: "
-        f"{found.seconds:,.1f} s in {found.shards} shards, {found.seconds / settings.tokens * 1e6:.3f} µs a token",
+        f"{found.seconds:,.1f} s in {found.shards} shards, {found.seconds / settings.tokens * 1e6:.3f} µs a token "
+        f"({found.steady_seconds_per_token * 1e6:.3f} in the median shard)",
         f"Memory of the process: {found.peak_bytes / 2**30:.2f} GiB of {settings.budget_bytes / 2**30:g} GiB"
         + ("." if found.within_budget else ", WHICH IS TOO MUCH."),
         f"Digest of all outputs: {found.digest}",

@@ -154,7 +154,7 @@ def rank_time(plan: RingPlan, rank: int, rates: Rates) -> RankTime:
 def _steps(plan: RingPlan, rank: int) -> Iterator[tuple[int, int]]:
     """(FLOPs, bytes in flight meanwhile) of each step, forward and then backward.
 
-    While a hop is computed, the parcels of the next arrive; in backward the gradients of the hop before go home as
+    While a hop is computed, the parcels of the next arrive; in backward the gradients of the hop before go on as
     well, so that backward ends with a step without work. Bytes are those of the busier direction.
     """
     sizes, hops, nothing = plan.sizes, plan.rank(rank).hops, Hop()
@@ -165,9 +165,9 @@ def _steps(plan: RingPlan, rank: int) -> Iterator[tuple[int, int]]:
     backward = zip((nothing, *hops), (*hops, nothing), (*hops[1:], nothing, nothing), strict=True)
     for before, hop, following in backward:
         going = _rows(following.sends) * sizes.parcel_row_bytes
-        going += _rows(before.receives) * sizes.gradient_row_bytes
+        going += _rows(before.gradients_out) * sizes.gradient_row_bytes
         coming = _rows(following.receives) * sizes.parcel_row_bytes
-        coming += _rows(before.homecoming) * sizes.gradient_row_bytes
+        coming += _rows(before.gradients_in) * sizes.gradient_row_bytes
         yield BACKWARD_FLOPS * pair * _pairs(hop), max(going, coming)
 
 

@@ -12,7 +12,8 @@ from typing import get_args
 
 from ringspan.geometry import Documents, Pattern
 from ringspan.layout import Layout, LayoutName
-from ringspan.planning.rank import RankPlan, plan_rank
+from ringspan.planning.parcels import Message, Parcel
+from ringspan.planning.rank import Hop, RankPlan, plan_rank
 from ringspan.planning.shared import Passing
 
 _MOST_RANKS_PRICED = 64  # of a larger ring, these many are looked at: the ends and an even sample between
@@ -80,19 +81,19 @@ class RingPlan:
     def bytes_sent(self, rank: int, *, backward: bool = False) -> int:
         """Bytes that a rank puts on the wire in a forward pass or, if asked for, in a backward pass.
 
-        Backward sends the same parcels again, and the gradients of those that came in straight back to their owners.
+        Backward sends the same parcels again, and the gradient of each that came in: onwards, or home to its owner.
         """
         hops = self.rank(rank).hops
         forward = sum(message.parcel.rows for hop in hops for message in hop.sends) * self.sizes.parcel_row_bytes
-        home = sum(message.parcel.rows for hop in hops for message in hop.receives) * self.sizes.gradient_row_bytes
-        return forward + home if backward else forward
+        onwards = sum(m.parcel.rows for hop in hops for m in hop.gradients_out) * self.sizes.gradient_row_bytes
+        return forward + onwards if backward else forward
 
     def bytes_received(self, rank: int, *, backward: bool = False) -> int:
         """Bytes that a rank gets."""
         hops = self.rank(rank).hops
         forward = sum(message.parcel.rows for hop in hops for message in hop.receives) * self.sizes.parcel_row_bytes
-        home = sum(message.parcel.rows for hop in hops for message in hop.homecoming) * self.sizes.gradient_row_bytes
-        return forward + home if backward else forward
+        gradients = sum(m.parcel.rows for hop in hops for m in hop.gradients_in) * self.sizes.gradient_row_bytes
+        return forward + gradients if backward else forward
 
     def work(self, rank: int) -> int:
         """(query, key) pairs that a rank computes, over all query heads of one batch."""
@@ -129,20 +130,28 @@ class RingPlan:
     def _peak_parcels(self, rank: int, backward: bool) -> int:
         """Two hops of parcels at a time: those in use and those in flight; in backward also their gradients."""
         hops = self.rank(rank).hops
-        row = self.sizes.parcel_row_bytes
-        arriving = [sum(message.parcel.rows for message in hop.receives) for hop in hops] + [0]
+        arriving = [*map(_rows, (hop.receives for hop in hops)), 0]
         packed = [sum(m.parcel.rows for m in hop.sends if m.parcel.owner == rank) for hop in hops] + [0]
-        homecoming = [sum(message.parcel.rows for message in hop.homecoming) for hop in hops] + [0]
-        peak = 0
-        for s in range(len(hops)):
-            travelling = (arriving[s] + arriving[s + 1] + packed[s + 1]) * row
-            gradients = 0
-            if backward:
-                # While hop s is computed, the gradients of the hop before are on their way; then its own are sent.
-                before = arriving[s - 1] + homecoming[s - 1] if s else 0
-                gradients = max(arriving[s] + before, arriving[s] + homecoming[s]) * self.sizes.gradient_row_bytes
-            peak = max(peak, travelling + gradients)
-        return peak
+        travelling = [arriving[s] + arriving[s + 1] + packed[s + 1] for s in range(len(hops))]
+        gradients = self._gradient_rows(rank) if backward else [0] * len(hops)
+        sizes = self.sizes
+        both = zip(travelling, gradients, strict=True)
+        return max(rows * sizes.parcel_row_bytes + more * sizes.gradient_row_bytes for rows, more in both)
+
+    def _gradient_rows(self, rank: int) -> list[int]:
+        """At each hop, the most rows of gradients that are held: on their way, being added up, and waiting for it."""
+        held, flying, waiting = [], 0, dict[Parcel, int]()
+        before = Hop()
+        for hop in self.rank(rank).hops:
+            own = _rows(hop.receives)
+            # While the hop is computed, what the hop before sent is on its way; then its own are sent.
+            computing = own + flying + sum(waiting.values())
+            waiting |= {m.parcel: m.parcel.rows for m in before.gradients_in if m.parcel.owner != rank}
+            for message in hop.receives:
+                waiting.pop(message.parcel, None)
+            flying, before = own + _rows(hop.gradients_in), hop
+            held.append(max(computing, flying + sum(waiting.values())))
+        return held
 
     def __str__(self) -> str:
         """A table: rows, tiles, hops, parcels, bytes, work and memory of each rank."""
@@ -174,6 +183,10 @@ class RingPlan:
             f"{', causal' if self.causal else ''}; imbalance {self.imbalance:.3f}"
         )
         return "\n".join([title, *table])
+
+
+def _rows(messages: Sequence[Message]) -> int:
+    return sum(message.parcel.rows for message in messages)
 
 
 def mebibytes(count: int) -> str:

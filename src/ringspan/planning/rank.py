@@ -22,13 +22,17 @@ from ringspan.planning.tiles import Tile, fuse_equal_segments
 class Hop:
     """One step around the ring: hop 0 is the rank's own rows, hop s the parcels that arrive at that step.
 
-    ``homecoming`` lists own parcels that others use at this hop: in backward their gradients come home from there.
+    In backward the gradient of a parcel travels as the parcel did, one step behind: each rank adds its share, and the
+    last one on the route sends the sum home. ``gradients_out`` says to whom the gradients of this hop's parcels go,
+    ``gradients_in`` what others send after their hop of this number: of own parcels, or of parcels that this rank is
+    about to use.
     """
 
     tiles: tuple[Tile, ...] = ()
     sends: tuple[Message, ...] = ()
     receives: tuple[Message, ...] = ()
-    homecoming: tuple[Message, ...] = ()
+    gradients_out: tuple[Message, ...] = ()
+    gradients_in: tuple[Message, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,15 +119,14 @@ class _HopDraft:
     tiles: list[Tile] = field(default_factory=list)
     sends: list[Message] = field(default_factory=list)
     receives: list[Message] = field(default_factory=list)
-    homecoming: list[Message] = field(default_factory=list)
+    gradients_out: list[Message] = field(default_factory=list)
+    gradients_in: list[Message] = field(default_factory=list)
 
     def hop(self) -> Hop:
         # Both ends of a message must list it in the same order: sorted by parcel.
-        sends, receives, homecoming = (
-            tuple(sorted(messages, key=lambda m: (m.parcel, m.peer)))
-            for messages in (self.sends, self.receives, self.homecoming)
-        )
-        return Hop(tuple(self.tiles), sends, receives, homecoming)
+        lists = (self.sends, self.receives, self.gradients_out, self.gradients_in)
+        messages = (tuple(sorted(some, key=lambda m: (m.parcel, m.peer))) for some in lists)
+        return Hop(tuple(self.tiles), *messages)
 
 
 def _plan_shared(
@@ -141,11 +144,12 @@ def _plan_shared(
         seers = list(segment.seers(key_part))
         if seers:
             packings.append(packing(parcel, segment.lanes(key_part, _origin(segment, key_part, spans))))
-        for place, seer in enumerate(seers):
+        for previous, seer, following in zip((None, *seers), seers, (*seers[1:], None), strict=False):
             hop = drafts[segment.distance(rank, seer)]
-            hop.homecoming.append(Message(parcel, seer))
-            if place == 0 or owner_sends(passing, rank, seer):
+            if previous is None or owner_sends(passing, rank, seer):
                 hop.sends.append(Message(parcel, seer))
+            if not _passes_gradient(passing, rank, seer, following):
+                hop.gradients_in.append(Message(parcel, seer))
     for key_part, part in enumerate(segment.parts):
         met = [i for i in mine if segment.meet(i, key_part)]
         if not met:
@@ -154,12 +158,21 @@ def _plan_shared(
         hop.tiles += _tiles(segment, met, key_part, spans)
         if part.rank == rank:
             continue
-        parcel = segment.parcel(key_part)
-        from_owner = owner_sends(passing, part.rank, rank)
-        hop.receives.append(Message(parcel, part.rank if from_owner else segment.before(rank, key_part)))
+        parcel, owner = segment.parcel(key_part), part.rank
+        previous = owner if owner_sends(passing, owner, rank) else segment.before(rank, key_part)
         following = None if passing == "direct" else segment.after(rank, key_part)
-        if following is not None and not owner_sends(passing, part.rank, following):
-            drafts[segment.distance(part.rank, following)].sends.append(Message(parcel, following))
+        hop.receives.append(Message(parcel, previous))
+        if following is not None and not owner_sends(passing, owner, following):
+            drafts[segment.distance(owner, following)].sends.append(Message(parcel, following))
+        if previous != owner and _passes_gradient(passing, owner, previous, rank):
+            drafts[segment.distance(owner, previous)].gradients_in.append(Message(parcel, previous))
+        passed_to = following if _passes_gradient(passing, owner, rank, following) else None
+        hop.gradients_out.append(Message(parcel, owner if passed_to is None else passed_to))
+
+
+def _passes_gradient(passing: Passing, owner: int, rank: int, following: int | None) -> bool:
+    """Whether a rank hands its gradient of a parcel to the next one on the route, instead of sending it home."""
+    return following is not None and not any(owner_sends(passing, owner, seer) for seer in (rank, following))
 
 
 def _tiles(segment: SharedSegment, query_parts: list[int], key_part: int, spans: tuple[Span, ...]) -> Iterator[Tile]:

@@ -16,8 +16,8 @@ from ringspan.planning.shared import node_of
 class Traffic:
     """Bytes that all ranks together send in one pass: inside nodes, and from node to node.
 
-    ``parcels_across`` are bytes of parcels between nodes, ``gradients_across`` those of their gradients, which go
-    straight home from every rank that used the parcel.
+    ``parcels_across`` are bytes of parcels between nodes, ``gradients_across`` those of their gradients, which travel
+    as the parcels do, and home from the end of the route.
     """
 
     inside: int
@@ -48,7 +48,7 @@ def traffic(plan: RingPlan, ranks_per_node: int, *, backward: bool = False) -> T
             moves = [(message.peer, message.parcel.rows * plan.sizes.parcel_row_bytes, False) for message in hop.sends]
             if backward:
                 row_bytes = plan.sizes.gradient_row_bytes
-                moves += [(m.parcel.owner, m.parcel.rows * row_bytes, True) for m in hop.receives]
+                moves += [(m.peer, m.parcel.rows * row_bytes, True) for m in hop.gradients_out]
             for peer, size, is_gradient in moves:
                 if node_of(peer, ranks_per_node) == here:
                     inside += size

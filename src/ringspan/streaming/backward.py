@@ -57,7 +57,7 @@ def _passes(causal: bool) -> list[_Pass]:
 
 def _parcels_only(plan: RankPlan) -> RankPlan:
     """The part of a plan whose gradients go to others: nothing of hop 0, and nothing comes home."""
-    first, *others = (replace(hop, homecoming=()) for hop in without_sends(plan).hops)
+    first, *others = (replace(hop, gradients_in=()) for hop in without_sends(plan).hops)
     return replace(plan, hops=(replace(first, tiles=()), *others))
 
 
@@ -104,13 +104,10 @@ def stream_backward(
     passes = _passes(causal)
     notes = ShardNotes(job, finished, len(passes) * job.plan.layout.ring_size, on_shard)
 
-    def note(which: _Pass, shard: int) -> None:
-        notes.done(f"{which.name} {shard}", shard, sink.finish() if which.writes else {})
-
     sink.resume([known for step, known in finished.finished.items() if step.startswith("gradients")])
     with ThreadPoolExecutor(1, "read parcels") as parcel_reader:
         for which in passes:
-            _run_pass(which, job, sink, folder / "spool", finished, parcel_reader, note)
+            _run_pass(which, job, sink, folder / "spool", finished, parcel_reader, notes)
     return notes.streamed()
 
 
@@ -121,7 +118,7 @@ def _run_pass(
     folder: Path,
     finished: Progress,
     parcel_reader: ThreadPoolExecutor,
-    note: Callable[[_Pass, int], None],
+    notes: ShardNotes,
 ) -> None:
     sizes = job.plan.sizes
     spool = Spool(folder, accumulation_dtype(job.source.shape.dtype), 2 * sizes.batch * sizes.dim)
@@ -132,7 +129,7 @@ def _run_pass(
         mail = SourceMail(job.source, job.packing_of, backward_posts(plan), parcel_reader, job.counters, gradients)
         grad_out, *others = rows
         walk = walk_backward(plan, mail, grad_out, None, *others, scale=job.scale, kernel=job.kernel, needs=which.needs)
-        with torch.no_grad():
+        with torch.no_grad(), notes.counting_parcels(shard):
             dq, dk, dv = (None if x is None else x.to(job.source.shape.dtype) for x in drive(walk))
         return dq, dk, dv
 
@@ -141,7 +138,7 @@ def _run_pass(
             for name, x in zip(_NAMES, results, strict=True):
                 assert x is not None
                 sink.write(name, job.span(shard).start, x.cpu())
-        note(which, shard)
+        notes.done(f"{which.name} {shard}", shard, sink.finish() if which.writes else {})
 
     shards = range(job.plan.layout.ring_size)
     order = reversed(shards) if which.backwards else shards

@@ -84,7 +84,7 @@ def stream_attention(
     def compute(shard: int, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
         plan = without_sends(job.plan.rank(shard))
         mail = SourceMail(source, job.packing_of, forward_posts(plan), parcel_reader, job.counters)
-        with torch.no_grad():
+        with torch.no_grad(), notes.counting_parcels(shard):
             out, lse = drive(walk_forward(plan, mail, *rows, scale=job.scale, kernel=job.kernel))
             return out.to(source.shape.dtype), lse
 

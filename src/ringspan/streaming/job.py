@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,8 @@ class ShardDone:
 class Streamed:
     """What a run did: its shards, how many of them an earlier run had finished, and what all of them cost.
 
-    ``parcel_bytes`` were read, by this process, for shards that do not own them; ``peak_bytes`` is the most that a walk
-    held in it, beside the rows that were read ahead and the results that were being written.
+    ``parcel_bytes`` were read for shards that do not own them; ``peak_bytes`` is the most that a walk held in this
+    process, beside the rows that were read ahead and the results that were being written.
     """
 
     shards: int
@@ -99,19 +100,27 @@ class ShardNotes:
         self.job, self.finished, self.count, self.on_shard = job, finished, count, on_shard
         self.resumed = len(finished.finished)
         self._last = time.perf_counter()
+        self._parcel_bytes: dict[int, int] = {}  # of shards that are computed and not yet written
+
+    @contextmanager
+    def counting_parcels(self, shard: int) -> Iterator[None]:
+        """While this lasts, a shard is computed."""
+        before = self.job.counters.bytes_received
+        yield
+        self._parcel_bytes[shard] = self.job.counters.bytes_received - before
 
     def done(self, step: str, shard: int, kept: dict[str, Any]) -> None:
         """A step of the run is over and its results last; ``kept`` is what the sink wants to know when it goes on."""
         spent, self._last = time.perf_counter() - self._last, time.perf_counter()
-        self.finished.finish(step, kept, spent)
+        self.finished.finish(step, kept, spent, self._parcel_bytes.pop(shard))
         if self.on_shard is not None:
             rows = len(self.job.span(shard))
             self.on_shard(ShardDone(shard, len(self.finished.finished), self.count, rows, spent))
 
     def streamed(self) -> Streamed:
         """What the whole run did."""
-        counters = self.job.counters
-        return Streamed(self.count, self.resumed, self.finished.seconds, counters.bytes_received, counters.peak_bytes)
+        done = self.finished
+        return Streamed(self.count, self.resumed, done.seconds, done.parcel_bytes, self.job.counters.peak_bytes)
 
 
 def make_job(

@@ -56,7 +56,7 @@ def backward_posts(plan: RankPlan) -> Iterator[Post]:
     """The posts of `walk_backward`: the parcels of each hop, then the gradients of the one before."""
     for parcels, hop in zip(forward_posts(plan), plan.hops, strict=True):
         yield parcels
-        yield Post(hop.receives, hop.homecoming, of_gradients=True)
+        yield Post(hop.gradients_out, hop.gradients_in, of_gradients=True)
 
 
 class SourceMail:

@@ -21,7 +21,7 @@ class Progress:
     def __init__(self, path: Path | None, settings: dict[str, Any]) -> None:
         self._path = path
         self.finished: dict[str, dict[str, Any]] = {}
-        self.seconds = 0.0  # of all finished steps, in this process and before
+        self.seconds, self.parcel_bytes = 0.0, 0  # of all finished steps, in this process and before
         if path is None:
             return
         lines = read_lines(path)
@@ -33,13 +33,15 @@ class Progress:
         _check_same_run(path, lines[0]["run"], settings)
         self.finished = {line["finished"]: line["note"] for line in lines[1:]}
         self.seconds = sum(line["seconds"] for line in lines[1:])
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))  # without a line that was cut off
+        self.parcel_bytes = sum(line["parcel_bytes"] for line in lines[1:])
+        _rewrite(path, lines)  # without a line that was cut off
 
-    def finish(self, step: str, note: dict[str, Any], seconds: float) -> None:
+    def finish(self, step: str, note: dict[str, Any], seconds: float, parcel_bytes: int) -> None:
         """A step is done for good; ``note`` is what the sink wants to know of it when the run goes on."""
         self.finished[step] = note
         self.seconds += seconds
-        self._append({"finished": step, "seconds": seconds, "note": note})
+        self.parcel_bytes += parcel_bytes
+        self._append({"finished": step, "seconds": seconds, "parcel_bytes": parcel_bytes, "note": note})
 
     def _append(self, line: dict[str, Any]) -> None:
         if self._path is None:
@@ -48,6 +50,16 @@ class Progress:
             file.write(json.dumps(line) + "\n")
             file.flush()
             os.fsync(file.fileno())
+
+
+def _rewrite(path: Path, lines: list[dict[str, Any]]) -> None:
+    """All at once: killed at any moment, the file is the old one or the new one."""
+    new = path.with_name(path.name + ".new")
+    with new.open("w") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from ringspan.planning import RingPlan
 ENOUGH_TO_OVERLAP = 16  # so that the first read and the last write, with nothing beside them, cost little
 # What allocators keep of freed buffers (glibc: those below 32 MiB), files while they are copied, threads.
 OVERHEAD_BYTES = 48 * 2**20
-SMALLEST_FOR_OVERLAP = 2**14  # rows: below that, starting a shard costs more than overlapping saves
+SMALLEST_FOR_OVERLAP = 2**17  # rows: below that, what each hop costs outweighs what overlapping saves
 
 
 def fewest_shards(plan_with: Callable[[int], RingPlan], workspace: int, budget_bytes: int, *, backward: bool) -> int:
