@@ -27,8 +27,8 @@ def test_the_fewest_that_fit(budget: int, backward: bool) -> None:
 
 
 def test_enough_to_overlap_but_none_for_short_sequences() -> None:
-    assert fewest_shards(lambda k: plan_with(k, 2**20), WORKSPACE, 2**40, backward=False) == ENOUGH_TO_OVERLAP
-    assert fewest_shards(lambda k: plan_with(k, 2**13), WORKSPACE, 2**40, backward=False) == 1
+    assert fewest_shards(lambda k: plan_with(k, 2**21), WORKSPACE, 2**40, backward=False) == ENOUGH_TO_OVERLAP
+    assert fewest_shards(lambda k: plan_with(k, 2**17), WORKSPACE, 2**40, backward=False) == 1
 
 
 def test_what_is_held_is_what_is_counted() -> None:
