@@ -45,6 +45,11 @@ def growth(name: str) -> dict[str, Any]:
         return _ask("stream", "--tokens", name.split(maxsplit=1)[0], "--budget", "8G", "--out", folder)
 
 
+def warm(_: str) -> dict[str, Any]:
+    """Short lengths, in turns, in one process that has its memory already: seconds per token by length."""
+    return _run("benchmarks.warm")
+
+
 def rings(name: str) -> dict[str, Any]:
     """A ring, with as many rows on a rank as every other: what a rank does should not depend on its size."""
     tokens = int(name) * ROWS_PER_RANK
@@ -73,6 +78,7 @@ def _lengths(stop: int) -> tuple[str, ...]:
 
 PARTS = {
     "growth": Part(growth, _lengths(29), _lengths(16)),
+    "warm": Part(warm, ("all",), ()),
     "rings": Part(rings, ("1", "10", "100", "1000", "10000"), ("1", "10", "100")),
     "reality": Part(lambda name: reality(int(name)), ("2", "4", "8"), ("2",)),
     "communication": _of_devices(communication),
@@ -83,11 +89,14 @@ PARTS = {
 
 
 def _ask(*arguments: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "ringspan", *arguments, "--json"], capture_output=True, text=True, check=False
-    )
+    return _run("ringspan", *arguments, "--json")
+
+
+def _run(module: str, *arguments: str) -> dict[str, Any]:
+    done = subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"ringspan {' '.join(arguments)} ended with {done.returncode}:\n{done.stderr}{done.stdout}")
+        command = " ".join([module, *arguments])
+        raise RuntimeError(f"python -m {command} ended with {done.returncode}:\n{done.stderr}{done.stdout}")
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
@@ -103,11 +112,14 @@ def main() -> None:
     arguments = parser.parse_args()
     console, path = Console(), arguments.into / RESULTS
     results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    results["machine"] = results.get("machine") or one_line(describe_machine())
+    if not arguments.report or "machine" not in results:
+        results["machine"] = one_line(describe_machine())
 
     def keep() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(results, indent=1) + "\n")
+        new = path.with_name(path.name + ".new")
+        new.write_text(json.dumps(results, indent=1) + "\n")
+        new.replace(path)
 
     if arguments.billion is not None:
         log = (arguments.billion / "log.jsonl").read_text().splitlines()

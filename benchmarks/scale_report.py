@@ -21,6 +21,9 @@ selects 256 rows of each segment, and its largest segment is the whole sequence.
 stream` with a budget of 8 GiB in a process of its own, and each is checked by its sampled proof. Lengths below
 2**26 were run three times, in turns: medians. *Steady* is the median shard of a run: without the first ones, which also
 pay for memory that the system gives page by page, and for the first read, which has nothing beside it."""
+FLAT_TEXT = """\
+The same work without beginnings: short lengths take turns in one process that has its memory already (`python -m
+benchmarks.warm`), longer ones are the runs above; the median shard of each."""
 RING_TEXT = """\
 Rehearsed by `ringspan rehearse`, {rows:,} rows a rank, the pattern as above, contiguous, forward and backward: what the
 slowest of the first, the middle, the last and the busiest rank works (measured here) and sends (counted), and by how
@@ -57,6 +60,8 @@ def write_report(results: dict[str, Any], machine: str, root: Path, console: Con
     growth = _with_billion(results)
     if growth:
         page.parts.extend([growth_table(growth), growth_picture(growth)])
+    if results.get("warm"):
+        page.parts.append(flat_table(results["warm"]["all"], growth))
     tables = {
         "rings": ring_table,
         "reality": reality_table,
@@ -80,7 +85,9 @@ def _sentence(results: dict[str, Any]) -> str:
         return "Nothing of growth has been measured yet."
     longest = max(growth)
     seconds = statistics.median(run["seconds"] for run in growth[longest])
-    flat = _flatness(growth, "steady_seconds_per_token")
+    flat = (
+        _off_flat([time for _, time, *_ in _flat_times(results["warm"]["all"], growth)]) if "warm" in results else None
+    )
     words = f" Time per token stays within {flat:.0%} from {FLAT_FROM:,} tokens on." if flat is not None else ""
     return f"{longest:,} tokens through exact dilated attention in {seconds / 3600:.2f} hours, in one process.{words}"
 
@@ -99,8 +106,36 @@ def _per_token(runs: list[dict[str, Any]], which: str = "seconds_per_token") -> 
 
 def _flatness(growth: dict[int, list[dict[str, Any]]], which: str) -> float | None:
     """How far the slowest length lies above the fastest, of the long ones; None if there are not two."""
-    times = [_per_token(runs, which) for tokens, runs in growth.items() if tokens >= FLAT_FROM]
+    return _off_flat([_per_token(runs, which) for tokens, runs in growth.items() if tokens >= FLAT_FROM])
+
+
+def _off_flat(times: list[float]) -> float | None:
     return max(times) / min(times) - 1 if len(times) > 1 else None
+
+
+def _flat_times(
+    warm: dict[str, list[float]], growth: dict[int, list[dict[str, Any]]]
+) -> list[tuple[int, float, float, float, str]]:
+    """Tokens, µs a token, the least and the most of several rounds, and what was measured."""
+    lines = []
+    for name, rounds in warm.items():
+        times = [1e6 * seconds for seconds in rounds]
+        lines.append((int(name), statistics.median(times), min(times), max(times), f"{len(times)} rounds, warm"))
+    longest = max(line[0] for line in lines)
+    for tokens, runs in growth.items():
+        if tokens > longest:
+            time = _per_token(runs, "steady_seconds_per_token")
+            lines.append((tokens, time, time, time, "a run of its own"))
+    return lines
+
+
+def flat_table(warm: dict[str, list[float]], growth: dict[int, list[dict[str, Any]]]) -> Table:
+    lines = _flat_times(warm, growth)
+    rows: Rows = [["tokens", "µs a token", "from", "to", "measured in"]]
+    rows += [[f"{tokens:,}", *(f"{time:.3f}" for time in times), what] for tokens, *times, what in lines]
+    text = f"{FLAT_TEXT} Asked: within 10 %; found, the slowest length above the fastest: "
+    text += f"{_off_flat([line[1] for line in lines]):.1%}."
+    return Table("Is it flat?", rows, text)
 
 
 def growth_table(growth: dict[int, list[dict[str, Any]]]) -> Table:
@@ -125,8 +160,8 @@ def growth_table(growth: dict[int, list[dict[str, Any]]]) -> Table:
     steady, whole = (_flatness(growth, which) for which in ("steady_seconds_per_token", "seconds_per_token"))
     text = GROWTH_TEXT
     if steady is not None:
-        text += f" Asked: time per token flat within 10 % from {FLAT_FROM:,} tokens on; found, the slowest length above"
-        text += f" the fastest: {steady:.1%} when steady, {whole:.1%} over whole runs."
+        text += f" From {FLAT_FROM:,} tokens on the slowest length lies above the fastest by {steady:.1%} when steady,"
+        text += f" by {whole:.1%} over whole runs."
     return Table("Time and memory by length", rows, text)
 
 

@@ -153,6 +153,21 @@ def test_other_faults_are_found(fault: str) -> None:
         assert last.wrong == last.samples
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_fault_is_larger_than_what_rounding_to_16_bit_may_do(dtype: torch.dtype) -> None:
+    """Over thousands of keys an output is small, and so must be what is allowed: zeros are not right."""
+    shape = RowShape(2, 2, 32, dtype)
+    out = torch.empty(1, N, 2, 32, dtype=dtype)
+    results = HeldRows({"out": out, "lse": torch.empty(1, 2, N, dtype=torch.float32)})
+    rs.stream_attention(CountedRows(shape), results, N, rs.Full(), causal=True, shards=4)
+    ring = rs.plan(rs.Full(), N, ring_size=4, layout="contiguous", causal=True, passing="direct", heads=2, dim=32)
+    places = tuple(Place(row, row % 2) for row in range(1, N, N // 40))
+    stratum = [Stratum(EVERYWHERE, 2 * N, places)]
+    assert prove(CountedRows(shape), results, ring, stratum, scale=32**-0.5).wrong == 0
+    out.zero_()
+    assert prove(CountedRows(shape), results, ring, stratum, scale=32**-0.5).wrong == len(places)
+
+
 def test_rows_that_see_nothing_must_be_nothing() -> None:
     pattern = rs.Dilated((64,), (4,))
     shape = RowShape(1, 1, 8)

@@ -114,3 +114,40 @@ def test_memory_stays_within_the_budget(tmp_path: Path) -> None:
     q, k, v = (rows.read(name, range(77_568, 77_824), range(4)) for name in ("q", "k", "v"))
     near = rs.attention(q, k, v, pattern=rs.Full(), causal=True)[:, 77_777 - 77_568]  # selected in one branch only
     torch.testing.assert_close(sink.read("out", place, range(4))[:, 0], near, rtol=0, atol=1e-5)
+
+
+def test_files_may_be_larger_than_all_memory(tmp_path: Path) -> None:
+    """128 GiB each, with nothing in them: mapped, and read where they are asked for."""
+    n, shape = 2**31, RowShape(heads=2, kv_heads=2, dim=8)
+    for name in ("q", "k", "v"):
+        with (tmp_path / f"{name}.npy").open("wb") as file:
+            header = {"descr": "<f4", "fortran_order": False, "shape": (1, n, 2, 8)}
+            np.lib.format.write_array_header_1_0(file, header)
+            file.truncate(file.tell() + n * 2 * 8 * 4)
+    rows = open_numpy(tmp_path)
+    assert rows.shape == shape
+    assert rows.read("v", range(n - 100, n, 10), range(1, 2)).eq(0).all()
+
+
+def test_the_disk_has_room_for_what_will_be_written(tmp_path: Path) -> None:
+    create_numpy(tmp_path, 2**16, SHAPE)
+    create_safetensors(tmp_path / "out.safetensors", 2**16, SHAPE)
+    for name, size in (("out.npy", 8 * 4 * 4 * 2**16), ("out.safetensors", (8 + 1) * 4 * 4 * 2**16)):
+        assert (tmp_path / name).stat().st_blocks * 512 >= size
+    assert not list(tmp_path.glob("*.new"))
+
+
+def test_a_spool_that_was_cut_off_is_refused(tmp_path: Path) -> None:
+    source = write_inputs(tmp_path, "numpy", made())
+    rs.stream_attention(source, create_numpy(tmp_path, N, SHAPE), N, PATTERN, causal=True, shards=3)
+    source = open_numpy(tmp_path)
+
+    def cut(done: rs.streaming.ShardDone) -> None:
+        if done.finished == 1:  # the last shard, which uses rows of all others
+            with (tmp_path / "work/spool/2.gradients").open("r+b") as file:
+                file.truncate(100)
+
+    with pytest.raises(RuntimeError, match="it was cut off; delete the folder and start again"):
+        rs.stream_backward(
+            source, HeldRows({}), N, PATTERN, causal=True, shards=3, folder=tmp_path / "work", on_shard=cut
+        )

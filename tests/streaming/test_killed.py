@@ -110,6 +110,40 @@ def test_another_run_is_refused(tmp_path: Path) -> None:
         )
 
 
+def test_results_that_are_gone_are_missed(tmp_path: Path) -> None:
+    forward(tmp_path)
+    (tmp_path / "out/out.npy").unlink()
+    with pytest.raises(ValueError, match=r"rows 0 to \d+ of out are finished, .* but they are not there"):
+        forward(tmp_path)
+    progress, out = tmp_path / "memory.jsonl", torch.empty(1, N, SHAPE.heads, SHAPE.dim)
+
+    def into(x: torch.Tensor) -> rs.streaming.Streamed:
+        sink = HeldRows({"out": x})
+        return rs.stream_attention(CountedRows(SHAPE), sink, N, PATTERN, shards=SHARDS, progress=progress)
+
+    into(out)
+    assert into(out).resumed == SHARDS
+    with pytest.raises(ValueError, match="they are not there"):
+        into(torch.empty_like(out))
+
+
+def test_another_source_and_other_places_are_refused(tmp_path: Path) -> None:
+    options = dict(shards=SHARDS, progress=tmp_path / "progress.jsonl")
+    rs.stream_attention(CountedRows(SHAPE), DigestedRows([Place(3, 0)]), N, PATTERN, **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="source='counted from 0', but this one has 'counted from 1'"):
+        rs.stream_attention(CountedRows(SHAPE, seed=1), DigestedRows(), N, PATTERN, **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="row 4, head 1 was not kept by the run that is gone on with"):
+        rs.stream_attention(CountedRows(SHAPE), DigestedRows([Place(4, 1)]), N, PATTERN, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ['{"other": 1}\n', "not JSON\n", '{"run": {}}\n{"finished": "0"}\n'])
+def test_a_foreign_file_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "progress.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"progress.jsonl (is not the progress of a run|has a line that is not JSON)"):
+        rs.stream_attention(CountedRows(SHAPE), HeldRows({}), N, PATTERN, progress=path)
+
+
 def test_a_digest_goes_on(tmp_path: Path) -> None:
     places = [Place(3, 0), Place(2000, 1), Place(4095, 1)]
     wholly = DigestedRows(places)

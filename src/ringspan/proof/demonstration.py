@@ -23,6 +23,7 @@ from ringspan.proof.prove import Proof, prove
 from ringspan.proof.strata import draw_strata
 from ringspan.streaming import CountedRows, DigestedRows, RowShape, ShardDone, stream_attention
 from ringspan.streaming.job import Job, make_job
+from ringspan.streaming.progress import read_lines, rewrite_lines
 
 RESERVE_BYTES = 256 * 2**20  # of a process's budget: plans, samples, and what allocators hold on to
 
@@ -117,6 +118,7 @@ def demonstrate(
     strata = draw_strata(job.plan, anywhere=settings.anywhere, each=settings.each, seed=settings.seed)
     sink = DigestedRows(place for stratum in strata for place in stratum.places)
     log = folder / "log.jsonl"
+    rewrite_lines(log, read_lines(log))  # without a line that was cut off
 
     def shard_done(done: ShardDone) -> None:
         line = {"time": time.time(), **asdict(done), "peak_bytes": Cpu().peak_bytes()}
@@ -137,14 +139,14 @@ def demonstrate(
     )
     on_proof(len({place for stratum in strata for place in stratum.places}))
     proof = prove(source, sink, job.plan, strata, scale=job.scale, on_place=on_place)
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    lines = read_lines(log)
     found = Demonstration(
         settings,
         streamed.shards,
         streamed.seconds,
-        steady_seconds_per_token(lines),
+        steady_seconds_per_token(lines) if lines else streamed.seconds / settings.tokens,
         streamed.parcel_bytes,
-        max(line["peak_bytes"] for line in lines),
+        max([Cpu().peak_bytes(), *(line["peak_bytes"] for line in lines)]),
         sink.digest,
         proof,
         describe_machine(),

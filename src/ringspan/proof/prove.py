@@ -113,13 +113,19 @@ def prove(
 def _errors(results: Results, place: Place, exact: Exact) -> tuple[float, float, float]:
     """Errors of output and lse, and the larger one over what is allowed; a NaN is as wrong as can be."""
     rows, heads = range(place.row, place.row + 1), range(place.head, place.head + 1)
-    out = _largest(results.read("out", rows, heads)[:, 0, 0].double(), exact.out)
-    lse = _largest(results.read("lse", rows, heads)[:, 0, 0].double(), exact.lse)
-    if exact.keys == 0:  # such a row is 0, and its lse -inf: exactly
-        return out, lse, 0.0 if out == 0 and lse == 0 else math.inf
-    return out, lse, max(out / exact.allowed_out, lse / exact.allowed_lse)
+    out = _off_by(results.read("out", rows, heads)[:, 0, 0].double(), exact.out)
+    lse = _off_by(results.read("lse", rows, heads)[:, 0, 0].double(), exact.lse)
+    # A row that sees nothing is 0, and its lse -inf: exactly.
+    allowed_lse = torch.full_like(lse, exact.allowed_lse if exact.keys else 0.0)
+    ratio = max(_largest_ratio(out, exact.allowed_out), _largest_ratio(lse, allowed_lse))
+    return float(out.max()), float(lse.max()), ratio
 
 
-def _largest(found: Tensor, right: Tensor) -> float:
+def _off_by(found: Tensor, right: Tensor) -> Tensor:
     difference = torch.where(found == right, 0.0, (found - right).abs())  # -inf equals -inf
-    return float(difference.nan_to_num(nan=math.inf, posinf=math.inf).max())
+    return difference.nan_to_num(nan=math.inf, posinf=math.inf)
+
+
+def _largest_ratio(error: Tensor, allowed: Tensor) -> float:
+    """Where nothing is off, nothing is allowed for; where nothing is allowed, anything is too much."""
+    return float(torch.where(error == 0, 0.0, error / allowed).max())

@@ -22,6 +22,7 @@ _ROWS_AT_A_TIME = 2**16
 # 1e-11 for a thousand (Higham and Mary, 2019).
 _DEVIATIONS = 8.0
 _EXP_ULPS = 20.0  # what torch's fused CPU kernel promises of its exponential
+_EXP_16_BIT = 2.0**-11  # for 16-bit inputs it takes a faster one, whose results are rounded to fp16 at best
 
 
 class Results(Protocol):
@@ -33,12 +34,12 @@ class Results(Protocol):
 
 @dataclass(frozen=True)
 class Exact:
-    """The right output (batch, dim) and lse (batch,) in fp64, over how many keys, and how far off a result may be."""
+    """The right output (batch, dim) and lse (batch,) in fp64, over how many keys, and how far off each may be."""
 
     out: Tensor
     lse: Tensor
     keys: int
-    allowed_out: float
+    allowed_out: Tensor
     allowed_lse: float
 
 
@@ -51,33 +52,36 @@ def recompute(
     q = source.read("q", range(place.row, place.row + 1), range(place.head, place.head + 1))[:, 0, 0].double()
     out = torch.zeros(shape.batch, shape.dim, dtype=torch.float64)
     lse = torch.full((shape.batch,), -torch.inf, dtype=torch.float64)
-    keys, largest_score, largest_value = 0, 0.0, 0.0
+    spread = torch.zeros_like(out)  # the sum of (weight x value) ** 2
+    keys, largest_score = 0, 0.0
     seen = keys_seen(pattern, documents, place.row, kv_head=kv_head, kv_heads=shape.kv_heads, causal=causal)
     for rows in (some for branch in seen for some in _cut(branch)):
         k, v = (source.read(name, rows, range(kv_head, kv_head + 1))[:, :, 0].double() for name in ("k", "v"))
         scores = scale * torch.einsum("bd,bkd->bk", q, k)
         total = torch.logaddexp(lse, scores.logsumexp(-1))
         weights = (scores - total[:, None]).exp()
-        out = out * (lse - total).exp()[:, None] + torch.einsum("bk,bkd->bd", weights, v)
+        before = (lse - total).exp()[:, None]
+        out = out * before + torch.einsum("bk,bkd->bd", weights, v)
+        spread = spread * before**2 + torch.einsum("bk,bkd->bd", weights**2, v**2)
         lse, keys = total, keys + len(rows)
         magnitudes = abs(scale) * torch.einsum("bd,bkd->bk", q.abs(), k.abs())
         largest_score = max(largest_score, float(magnitudes.max()))
-        largest_value = max(largest_value, float(v.abs().max()))
-    allowed_out, allowed_lse = _allowed(shape.dtype, shape.dim, keys, largest_score, largest_value)
+    allowed_out, allowed_lse = _allowed(shape.dtype, shape.dim, keys, largest_score, out.abs(), spread.sqrt())
     return Exact(out, lse, keys, allowed_out, allowed_lse)
 
 
 def _allowed(
-    dtype: torch.dtype, dim: int, keys: int, largest_score: float, largest_value: float
-) -> tuple[float, float]:
+    dtype: torch.dtype, dim: int, keys: int, largest_score: float, size: Tensor, spread: Tensor
+) -> tuple[Tensor, float]:
     """How far off an output and an lse may be that were rounded as often as the engine rounds."""
     wide = torch.finfo(accumulation_dtype(dtype)).eps / 2
-    narrow = torch.finfo(dtype).eps / 2  # weights and outputs are rounded to the input dtype
+    narrow = torch.finfo(dtype).eps / 2  # weights, the results of tiles and outputs are rounded to the input dtype
     score = (_DEVIATIONS * math.sqrt(dim) + 4) * wide * largest_score
+    weight = score + (_EXP_ULPS * wide if narrow == wide else _EXP_16_BIT)
     summing = _DEVIATIONS * math.sqrt(max(keys, 1)) * wide
-    weight = score + _EXP_ULPS * wide + narrow
-    lse_size = largest_score + math.log(max(keys, 1))
-    return (2 * weight + 2 * summing + narrow) * largest_value, weight + summing + 4 * wide * lse_size
+    of_each_key = _DEVIATIONS * (weight + 2 * narrow + 2 * summing)
+    allowed_lse = weight + summing + 4 * wide * (largest_score + math.log(max(keys, 1)))
+    return of_each_key * spread + (weight + summing + narrow) * size, allowed_lse
 
 
 def _cut(rows: range) -> list[range]:

@@ -30,9 +30,13 @@ class RehearsedRing:
 
     @property
     def step_seconds(self) -> float:
-        """The ring's step, extrapolated: the slowest rehearsed rank, or the busiest by the plan at the slowest pace."""
+        """The least that the ring's step takes: the slowest rehearsed rank, or the busiest one at the slowest pace.
+
+        Waiting is for links alone: ranks that are late now here and now there also wait for one another.
+        """
         pace = max((rank.working / rank.work for rank in self.ranks.values() if rank.work), default=0.0)
-        return max(self.slowest.seconds, pace * self.most_work + self.slowest.waiting)
+        waiting = max(rank.waiting for rank in self.ranks.values())
+        return max(self.slowest.seconds, pace * self.most_work + waiting)
 
     @property
     def peak_growth(self) -> int:

@@ -81,8 +81,8 @@ def stream_backward(
 
     The source has, beside q, k and v, the ``"out"`` and ``"lse"`` that `stream_attention` wrote, and ``"grad_out"``.
     The folder holds the progress of the run, so that it can be interrupted, and the spool: for each parcel, and each
-    shard that uses it, as many rows in the accumulation dtype; that is what a ring would send home. It can be
-    deleted after. Everything else is as for `stream_attention`.
+    shard that uses it, as many rows in the accumulation dtype; that is what a ring with
+    ``passing="direct"`` sends home. It can be deleted after. Everything else is as for `stream_attention`.
     """
     folder = Path(folder)
     path = folder / "progress.jsonl"
@@ -131,6 +131,7 @@ def _run_pass(
         walk = walk_backward(plan, mail, grad_out, None, *others, scale=job.scale, kernel=job.kernel, needs=which.needs)
         with torch.no_grad(), notes.counting_parcels(shard):
             dq, dk, dv = (None if x is None else x.to(job.source.shape.dtype) for x in drive(walk))
+        gradients.keep()
         return dq, dk, dv
 
     def write(shard: int, results: Gradients) -> None:

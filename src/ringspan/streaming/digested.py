@@ -41,14 +41,14 @@ class DigestedRows:
         self._begin()
 
     def _begin(self) -> None:
-        self._digest, self._start, self._new = hashlib.sha256(), -1, list[tuple[str, Place]]()
+        self._digest, self._start, self._stop = hashlib.sha256(), -1, -1
+        self._new: list[tuple[str, Place]] = []
 
     def write(self, name: str, start: int, rows: Tensor) -> None:
         self._start = start
         self._digest.update(rows.contiguous().view(torch.uint8).numpy().data)
-        stop = start + rows.shape[2 if name == "lse" else 1]
-        first, last = (bisect_left(self._places, Place(row, 0)) for row in (start, stop))
-        for place in self._places[first:last]:
+        self._stop = start + rows.shape[2 if name == "lse" else 1]
+        for place in self._places_between(start, self._stop):
             row = place.row - start
             found = rows[:, place.head, row] if name == "lse" else rows[:, row, place.head]
             self._kept[name, place] = found.tolist()
@@ -57,7 +57,7 @@ class DigestedRows:
     def finish(self) -> dict[str, Any]:
         self._shards[self._start] = self._digest.hexdigest()
         kept = [[name, place.row, place.head, self._kept[name, place]] for name, place in self._new]
-        note = {"start": self._start, "sha256": self._shards[self._start], "kept": kept}
+        note = {"start": self._start, "stop": self._stop, "sha256": self._shards[self._start], "kept": kept}
         self._begin()
         return note
 
@@ -65,6 +65,16 @@ class DigestedRows:
         for note in notes:
             self._shards[note["start"]] = note["sha256"]
             self._kept |= {(name, Place(row, head)): values for name, row, head, values in note["kept"]}
+            for place in self._places_between(note["start"], note["stop"]):
+                if ("out", place) not in self._kept:
+                    raise ValueError(
+                        f"row {place.row}, head {place.head} was not kept by the run that is gone on with: "
+                        "name the same places, or start another run"
+                    )
+
+    def _places_between(self, start: int, stop: int) -> list[Place]:
+        first, last = (bisect_left(self._places, Place(row, 0)) for row in (start, stop))
+        return self._places[first:last]
 
     @property
     def digest(self) -> str:

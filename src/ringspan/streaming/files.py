@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 import struct
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -31,8 +34,7 @@ class MappedFile:
 
     def __init__(self, path: Path, writable: bool) -> None:
         with path.open("r+b" if writable else "rb") as file:
-            # A private copy where nothing is written: torch wants memory that could be.
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_COPY)
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
         self.path, self.writable = path, writable
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> Tensor:
@@ -42,7 +44,9 @@ class MappedFile:
                 "write the file again with a current safetensors, which aligns them"
             )
         count = torch.Size(shape).numel()
-        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset).view(shape)
+        with warnings.catch_warnings():  # torch knows no memory that must not be written; rows are only copied from it
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset).view(shape)
 
     def keep(self) -> None:
         """Write what has changed to the disk."""
@@ -77,7 +81,9 @@ def create_numpy(folder: Path | str, n: int, shape: RowShape, *, backward: bool 
         path = folder / f"{name}.npy"
         wanted = torch.empty(0, dtype=dtype).numpy().dtype
         if not path.exists():
-            np.lib.format.open_memmap(path, mode="w+", dtype=wanted, shape=size).flush()
+            with _made_whole(path) as new:
+                np.lib.format.open_memmap(new, mode="w+", dtype=wanted, shape=size).flush()
+                make_room(new, new.stat().st_size)
         found[name] = _map_numpy(path, writable=True)
         _check_same(path, found[name][1], size, dtype)
     return _held(found)
@@ -154,9 +160,29 @@ def _make_safetensors(path: Path, results: Mapping[str, tuple[tuple[int, ...], t
         header[name] = {"dtype": _SAFE_DTYPES[dtype], "shape": size, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text = text.ljust(-(-len(text) // 8) * 8)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        file.truncate(8 + len(text) + end)
+    with _made_whole(path) as new:
+        new.write_bytes(struct.pack("<Q", len(text)) + text)
+        make_room(new, 8 + len(text) + end)
+
+
+@contextmanager
+def _made_whole(path: Path) -> Iterator[Path]:
+    """A file that is there when it is whole: killed before, nothing is in the way of the next run."""
+    new = path.with_name(path.name + ".new")
+    yield new
+    new.replace(path)
+
+
+def make_room(path: Path, size: int) -> None:
+    """Let a file have so many bytes, and the disk the room for them: a full disk is an error here, not a crash later.
+
+    Memory that is mapped from a file is written behind the back of the process: if there is no room, it is killed.
+    """
+    with path.open("r+b") as file:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, size)
+        else:
+            file.truncate(size)
 
 
 def _check_same(path: Path, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -43,8 +43,9 @@ class ShardDone:
 class Streamed:
     """What a run did: its shards, how many of them an earlier run had finished, and what all of them cost.
 
-    ``parcel_bytes`` were read for shards that do not own them; ``peak_bytes`` is the most that a walk held in this
-    process, beside the rows that were read ahead and the results that were being written.
+    ``parcel_bytes`` were read for shards that do not own them, in backward with the gradients that came home;
+    ``peak_bytes`` is the most that a walk held in this process, beside the rows that were read ahead and the results
+    that were being written.
     """
 
     shards: int
@@ -88,6 +89,7 @@ class Job:
             "lengths": list(self.plan.documents.lengths),
             "shards": self.plan.layout.ring_size,
             "rows": str(self.source.shape),
+            "source": getattr(self.source, "identity", ""),
             "scale": self.scale,
             "kernel": self.kernel.name,
         }

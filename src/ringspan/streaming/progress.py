@@ -30,11 +30,15 @@ class Progress:
             path.write_text("")
             self._append({"run": settings})
             return
-        _check_same_run(path, lines[0]["run"], settings)
-        self.finished = {line["finished"]: line["note"] for line in lines[1:]}
-        self.seconds = sum(line["seconds"] for line in lines[1:])
-        self.parcel_bytes = sum(line["parcel_bytes"] for line in lines[1:])
-        _rewrite(path, lines)  # without a line that was cut off
+        try:
+            begun = lines[0]["run"]
+            self.finished = {line["finished"]: line["note"] for line in lines[1:]}
+            self.seconds = sum(line["seconds"] for line in lines[1:])
+            self.parcel_bytes = sum(line["parcel_bytes"] for line in lines[1:])
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path} is not the progress of a run ({error!r}): give another file") from error
+        _check_same_run(path, begun, settings)
+        rewrite_lines(path, lines)  # without a line that was cut off
 
     def finish(self, step: str, note: dict[str, Any], seconds: float, parcel_bytes: int) -> None:
         """A step is done for good; ``note`` is what the sink wants to know of it when the run goes on."""
@@ -52,7 +56,7 @@ class Progress:
             os.fsync(file.fileno())
 
 
-def _rewrite(path: Path, lines: list[dict[str, Any]]) -> None:
+def rewrite_lines(path: Path, lines: list[dict[str, Any]]) -> None:
     """All at once: killed at any moment, the file is the old one or the new one."""
     new = path.with_name(path.name + ".new")
     with new.open("w") as file:
@@ -63,17 +67,20 @@ def _rewrite(path: Path, lines: list[dict[str, Any]]) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a progress file; none if there is no such file."""
+    """The whole lines of a file of JSON lines; none if there is no such file."""
     if not path.exists():
         return []
     text = path.read_text()
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    try:
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} has a line that is not JSON ({error}): give another file") from error
 
 
 def shards_begun_with(path: Path | None) -> int | None:
     """Into how many shards the run in this file is cut, or None if there is none."""
     lines = read_lines(path) if path is not None else []
-    return int(lines[0]["run"]["shards"]) if lines else None
+    return int(lines[0].get("run", {}).get("shards", 1)) if lines else None
 
 
 def _check_same_run(path: Path, begun: dict[str, Any], settings: dict[str, Any]) -> None:

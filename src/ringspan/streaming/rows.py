@@ -6,6 +6,7 @@ selected rows of a head are an arithmetic progression.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -65,7 +66,10 @@ class RowShape:
 
 
 class Source(Protocol):
-    """Where rows come from. Read by several threads at a time, and the same rows more than once: always the same."""
+    """Where rows come from. Read by several threads at a time, and the same rows more than once: always the same.
+
+    One that has an ``identity`` (a text) is told apart from others of its shape when a run goes on.
+    """
 
     @property
     def shape(self) -> RowShape: ...
@@ -105,6 +109,7 @@ class HeldRows:
     tensors: Mapping[str, Tensor]
     keep: Callable[[], None] = field(default=lambda: None)  # called when a shard is written: so that it lasts
     forget: Callable[[], None] = field(default=lambda: None)  # called when rows are copied: so that memory is bounded
+    _written: dict[str, tuple[int, int]] = field(default_factory=dict, init=False)  # rows of this shard, by name
 
     def __post_init__(self) -> None:
         for name, x in self.tensors.items():
@@ -150,13 +155,28 @@ class HeldRows:
         if name in self.tensors:
             dim = seq_dim(name)
             self.tensors[name].narrow(dim, start, rows.shape[dim]).copy_(rows)
+            self._written[name] = (start, start + rows.shape[dim])
 
     def finish(self) -> dict[str, Any]:
+        written, self._written = self._written, {}
+        sums = {name: [start, stop, self._ends(name, start, stop)] for name, (start, stop) in written.items()}
         self.keep()
-        return {}
+        return {"ends": sums}
 
     def resume(self, notes: Sequence[dict[str, Any]]) -> None:
-        """What is finished is in the tensors."""
+        """What is finished must be in the tensors: the first and the last row of each shard are looked at."""
+        for name, (start, stop, ends) in (item for note in notes for item in note["ends"].items()):
+            if name in self.tensors and self._ends(name, start, stop) != ends:
+                raise ValueError(
+                    f"rows {start} to {stop - 1} of {name} are finished, says the progress of the run, but they are "
+                    "not there: the place was changed or made anew; delete the progress file to start again"
+                )
+        self.forget()
+
+    def _ends(self, name: str, start: int, stop: int) -> int:
+        """A checksum of two rows."""
+        rows = torch.stack([self.tensors[name].select(seq_dim(name), row) for row in (start, stop - 1)])
+        return zlib.crc32(bytes(rows.view(torch.uint8).flatten().tolist()))
 
 
 @dataclass(frozen=True)
@@ -182,9 +202,10 @@ class MadeRows:
 
 @dataclass(frozen=True)
 class ConsumedRows:
-    """A sink that hands each shard on: ``consume(name, start, rows)``, in order of the shards.
+    """A sink that hands each shard on, as it is finished: ``consume(name, start, rows)``.
 
-    What it did with a shard must last when it returns: a run that goes on does not hand it on again.
+    What it did with a shard must last when it returns: a run that goes on hands on what comes after. If the run was
+    killed just then, that shard comes once more, with the same ``start`` and the same rows.
     """
 
     consume: Callable[[str, int, Tensor], None]

@@ -7,6 +7,7 @@ added, since nothing is added here.
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ringspan.planning import Message, Parcel, RankPlan
+from ringspan.streaming.files import make_room
 
 
 @dataclass(frozen=True)
@@ -39,31 +41,43 @@ class ShardGradients:
     """One shard's access to the spool."""
 
     def __init__(self, spool: Spool, shard: int, plan: RankPlan, keep: bool) -> None:
-        self._spool, self._keep = spool, keep
+        self._spool = spool
         self._rows: dict[str, int] = {}  # where each received parcel begins, in rows
         end = 0
         for hop in plan.hops:
             for message in hop.receives:
                 self._rows[_name(message.parcel)] = end
                 end += message.parcel.rows
-        if keep and end:
+        self._files = (spool.path_of(shard), spool.index_of(shard)) if keep and end else ()
+        if self._files:
             spool.folder.mkdir(parents=True, exist_ok=True)
-            spool.index_of(shard).write_text(json.dumps(self._rows))
-            self._mine = torch.from_file(
-                str(spool.path_of(shard)), shared=True, size=end * spool.row_numbers, dtype=spool.dtype
-            )
+            data, index = self._files
+            data.write_bytes(b"")
+            make_room(data, end * spool.row_numbers * spool.dtype.itemsize)
+            index.write_text(json.dumps(self._rows))
 
     def put(self, parcel: Parcel, gradient: Tensor) -> None:
-        if self._keep:
-            start = self._rows[_name(parcel)] * self._spool.row_numbers
-            self._mine[start : start + gradient.numel()].copy_(gradient.reshape(-1))
+        if self._files:
+            self._mapped(self._files[0], self._rows, parcel, gradient.numel()).copy_(gradient.reshape(-1))
 
     def take(self, message: Message, into: Tensor) -> None:
         index = json.loads(self._spool.index_of(message.peer).read_text())
-        start = index[_name(message.parcel)] * self._spool.row_numbers
-        file = str(self._spool.path_of(message.peer))
-        theirs = torch.from_file(file, shared=True, size=start + into.numel(), dtype=self._spool.dtype)
-        into.copy_(theirs[start:].view(into.shape))
+        theirs = self._mapped(self._spool.path_of(message.peer), index, message.parcel, into.numel())
+        into.copy_(theirs.view(into.shape))
+
+    def keep(self) -> None:
+        """All that was put lasts from here on."""
+        for path in self._files:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+
+    def _mapped(self, path: Path, index: dict[str, int], parcel: Parcel, count: int) -> Tensor:
+        """Where one parcel lies in a file; mapped for as long as it is used, so that little counts as memory."""
+        start = index[_name(parcel)] * self._spool.row_numbers
+        wanted = (start + count) * self._spool.dtype.itemsize
+        if path.stat().st_size < wanted:
+            raise RuntimeError(f"{path} ends before byte {wanted}: it was cut off; delete the folder and start again")
+        return torch.from_file(str(path), shared=True, size=start + count, dtype=self._spool.dtype)[start:]
 
 
 def _name(parcel: Parcel) -> str:
