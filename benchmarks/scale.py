@@ -7,7 +7,8 @@
     python -m benchmarks.scale --report            # measure nothing, write the page again
 
 Every length and every ring is measured by the command that a user would give, `ringspan stream` or `ringspan rehearse`,
-in a process of its own, and kept as soon as it is measured: interrupted, the same command goes on; --again starts anew.
+in a process of its own (and short lengths once more in one that is warm, `benchmarks.warm`), and kept as soon as it is
+measured: interrupted, the same command goes on; --again starts anew.
 Writes benchmarks/results/scale.json, docs/figures/scale_*.png and docs/scale.md.
 """
 

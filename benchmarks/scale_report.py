@@ -86,9 +86,11 @@ def _sentence(results: dict[str, Any]) -> str:
     longest = max(growth)
     seconds = statistics.median(run["seconds"] for run in growth[longest])
     flat = (
-        _off_flat([time for _, time, *_ in _flat_times(results["warm"]["all"], growth)]) if "warm" in results else None
+        _off_flat([time for _, time, *_ in _flat_times(results["warm"]["all"], growth)])
+        if results.get("warm")
+        else None
     )
-    words = f" Time per token stays within {flat:.0%} from {FLAT_FROM:,} tokens on." if flat is not None else ""
+    words = f" Time per token, warm, stays within {flat:.1%} from {FLAT_FROM:,} tokens on." if flat is not None else ""
     return f"{longest:,} tokens through exact dilated attention in {seconds / 3600:.2f} hours, in one process.{words}"
 
 

@@ -125,6 +125,15 @@ def test_results_that_are_gone_are_missed(tmp_path: Path) -> None:
     assert into(out).resumed == SHARDS
     with pytest.raises(ValueError, match="they are not there"):
         into(torch.empty_like(out))
+    with pytest.raises(ValueError, match=r"rows 0 to 511 of lse are finished, .* they are not there"):
+        rs.stream_attention(
+            CountedRows(SHAPE),
+            HeldRows({"out": out, "lse": torch.empty(1, SHAPE.heads, N)}),
+            N,
+            PATTERN,
+            shards=SHARDS,
+            progress=progress,
+        )
 
 
 def test_another_source_and_other_places_are_refused(tmp_path: Path) -> None:
@@ -136,7 +145,10 @@ def test_another_source_and_other_places_are_refused(tmp_path: Path) -> None:
         rs.stream_attention(CountedRows(SHAPE), DigestedRows([Place(4, 1)]), N, PATTERN, **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("text", ['{"other": 1}\n', "not JSON\n", '{"run": {}}\n{"finished": "0"}\n'])
+@pytest.mark.parametrize(
+    "text",
+    ['{"other": 1}\n', "not JSON\n", '{"run": {}}\n{"finished": "0"}\n', "[1]\n", "5\n", '{"run": null}\n', "no line"],
+)
 def test_a_foreign_file_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "progress.jsonl"
     path.write_text(text)

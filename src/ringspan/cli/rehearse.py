@@ -178,7 +178,7 @@ def _sentences(plan: RingPlan, network: Network, ring: RehearsedRing) -> list[st
         "Measured here: work and memory. Counted: bytes, "
         + ("exactly those of the plan." if ring.bytes_as_planned else "WHICH ARE NOT THOSE OF THE PLAN."),
         f"Computed: waiting, at {network.bandwidth / 1e9:g} GB/s{across} and {network.latency * 1e6:g} µs a hop.",
-        f"Extrapolated: a step of all {size:,} ranks takes at least {ring.step_seconds:.3f} s on as many devices like "
+        f"Extrapolated: a step of all {size:,} ranks takes about {ring.step_seconds:.3f} s on as many devices like "
         f"this; the slowest rehearsed rank is {ring.slowest.rank:,}.",
     ]
 

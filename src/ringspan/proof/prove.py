@@ -127,5 +127,5 @@ def _off_by(found: Tensor, right: Tensor) -> Tensor:
 
 
 def _largest_ratio(error: Tensor, allowed: Tensor) -> float:
-    """Where nothing is off, nothing is allowed for; where nothing is allowed, anything is too much."""
-    return float(torch.where(error == 0, 0.0, error / allowed).max())
+    """Where nothing is off, nothing need be allowed; where nothing is allowed, or no number, anything is too much."""
+    return float(torch.where(error == 0, 0.0, (error / allowed).nan_to_num(nan=math.inf, posinf=math.inf)).max())

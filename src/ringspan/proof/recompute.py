@@ -1,6 +1,7 @@
 """One (row, head) computed anew in fp64 from the rows of the source that it needs, and how far a result may be off.
 
-What is allowed follows from the dtypes and the data, not from what was found (docs/streaming.md derives it).
+What is allowed follows from the dtypes and the data, not from what was found (docs/streaming.md derives it). It is
+meant for values that are random, of mean 0, as those of `CountedRows` are.
 """
 
 from __future__ import annotations

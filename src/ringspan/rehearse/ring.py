@@ -30,9 +30,9 @@ class RehearsedRing:
 
     @property
     def step_seconds(self) -> float:
-        """The least that the ring's step takes: the slowest rehearsed rank, or the busiest one at the slowest pace.
+        """The ring's step, extrapolated: the slowest rehearsed rank, or the busiest by the plan at the slowest pace.
 
-        Waiting is for links alone: ranks that are late now here and now there also wait for one another.
+        Waiting is for links alone: ranks that are late, now one and now another, also wait for one another.
         """
         pace = max((rank.working / rank.work for rank in self.ranks.values() if rank.work), default=0.0)
         waiting = max(rank.waiting for rank in self.ranks.values())

@@ -100,7 +100,7 @@ def stream_backward(
         kernel=kernel,
         backward=True,
     )
-    finished = Progress(path, job.settings("stream_backward"))
+    finished = Progress(path, job.settings("stream_backward", sink))
     passes = _passes(causal)
     notes = ShardNotes(job, finished, len(passes) * job.plan.layout.ring_size, on_shard)
 

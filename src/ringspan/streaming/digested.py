@@ -65,8 +65,9 @@ class DigestedRows:
         for note in notes:
             self._shards[note["start"]] = note["sha256"]
             self._kept |= {(name, Place(row, head)): values for name, row, head, values in note["kept"]}
+            kept = {Place(row, head) for _, row, head, _ in note["kept"]}
             for place in self._places_between(note["start"], note["stop"]):
-                if ("out", place) not in self._kept:
+                if place not in kept:
                     raise ValueError(
                         f"row {place.row}, head {place.head} was not kept by the run that is gone on with: "
                         "name the same places, or start another run"

@@ -6,6 +6,7 @@ cache does not count as memory of this process.
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
@@ -127,7 +128,7 @@ def _held(found: Mapping[str, tuple[MappedFile, Tensor]]) -> HeldRows:
             if not file.writable:
                 file.forget()
 
-    return HeldRows({name: x for name, (_, x) in found.items()}, keep, forget)
+    return HeldRows({name: x for name, (_, x) in found.items()}, keep, forget, all(file.writable for file in files))
 
 
 def _map_numpy(path: Path, writable: bool) -> tuple[MappedFile, Tensor]:
@@ -169,8 +170,11 @@ def _make_safetensors(path: Path, results: Mapping[str, tuple[tuple[int, ...], t
 def _made_whole(path: Path) -> Iterator[Path]:
     """A file that is there when it is whole: killed before, nothing is in the way of the next run."""
     new = path.with_name(path.name + ".new")
-    yield new
-    new.replace(path)
+    try:
+        yield new
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def make_room(path: Path, size: int) -> None:
@@ -179,10 +183,16 @@ def make_room(path: Path, size: int) -> None:
     Memory that is mapped from a file is written behind the back of the process: if there is no room, it is killed.
     """
     with path.open("r+b") as file:
+        file.truncate(size)
         if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file.fileno(), 0, size)
-        else:
-            file.truncate(size)
+            try:
+                os.posix_fallocate(file.fileno(), 0, size)
+            except OSError as error:
+                if error.errno not in (
+                    errno.EOPNOTSUPP,
+                    errno.EINVAL,
+                ):  # there are file systems that know no such thing
+                    raise
 
 
 def _check_same(path: Path, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -76,7 +76,7 @@ def stream_attention(
         kernel=kernel,
         backward=False,
     )
-    finished = Progress(path, job.settings("stream_attention"))
+    finished = Progress(path, job.settings("stream_attention", sink))
     sink.resume(list(finished.finished.values()))
     count = job.plan.layout.ring_size
     notes = ShardNotes(job, finished, count, on_shard)

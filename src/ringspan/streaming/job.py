@@ -24,7 +24,7 @@ from ringspan.planning import Packing, Parcel, RingPlan, packing_from_sequence
 from ringspan.prices import plan as price_plan
 from ringspan.ring.mail import Counters
 from ringspan.streaming.progress import Progress, shards_begun_with
-from ringspan.streaming.rows import Source
+from ringspan.streaming.rows import Sink, Source
 from ringspan.streaming.shards import fewest_shards, held_bytes
 
 
@@ -79,7 +79,7 @@ class Job:
         plan = self.plan
         return packing_from_sequence(parcel, plan.pattern, plan.documents, plan.layout, plan.sizes.kv_heads)
 
-    def settings(self, call: str) -> dict[str, Any]:
+    def settings(self, call: str, sink: Sink) -> dict[str, Any]:
         """What a run that goes on must have in common with the one that was interrupted."""
         return {
             "call": call,
@@ -90,6 +90,7 @@ class Job:
             "shards": self.plan.layout.ring_size,
             "rows": str(self.source.shape),
             "source": getattr(self.source, "identity", ""),
+            "sink": type(sink).__name__,
             "scale": self.scale,
             "kernel": self.kernel.name,
         }

@@ -11,6 +11,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+_BEGINNING = '{"run": '
+
 
 class Progress:
     """What a run has finished; without a path, nothing is remembered beyond this process.
@@ -26,18 +28,20 @@ class Progress:
             return
         lines = read_lines(path)
         if not lines:
+            text = _text(path)[: len(_BEGINNING)]  # of a line that was cut off, if of a run
+            if not _BEGINNING.startswith(text):
+                raise ValueError(_foreign(path))
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("")
             self._append({"run": settings})
             return
+        _check_same_run(path, _begun_with(path, lines), settings)
         try:
-            begun = lines[0]["run"]
             self.finished = {line["finished"]: line["note"] for line in lines[1:]}
             self.seconds = sum(line["seconds"] for line in lines[1:])
             self.parcel_bytes = sum(line["parcel_bytes"] for line in lines[1:])
         except (KeyError, TypeError) as error:
-            raise ValueError(f"{path} is not the progress of a run ({error!r}): give another file") from error
-        _check_same_run(path, begun, settings)
+            raise ValueError(_foreign(path)) from error
         rewrite_lines(path, lines)  # without a line that was cut off
 
     def finish(self, step: str, note: dict[str, Any], seconds: float, parcel_bytes: int) -> None:
@@ -68,19 +72,33 @@ def rewrite_lines(path: Path, lines: list[dict[str, Any]]) -> None:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The whole lines of a file of JSON lines; none if there is no such file."""
-    if not path.exists():
-        return []
-    text = path.read_text()
+    text = _text(path)
     try:
         return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} has a line that is not JSON ({error}): give another file") from error
 
 
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
 def shards_begun_with(path: Path | None) -> int | None:
     """Into how many shards the run in this file is cut, or None if there is none."""
     lines = read_lines(path) if path is not None else []
-    return int(lines[0].get("run", {}).get("shards", 1)) if lines else None
+    return int(_begun_with(path, lines)["shards"]) if path is not None and lines else None
+
+
+def _begun_with(path: Path, lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """The settings of the run in a file."""
+    run = lines[0].get("run") if isinstance(lines[0], dict) else None
+    if not isinstance(run, dict) or not isinstance(run.get("shards"), int):
+        raise ValueError(_foreign(path))
+    return run
+
+
+def _foreign(path: Path) -> str:
+    return f"{path} is not the progress of a run: give another file"
 
 
 def _check_same_run(path: Path, begun: dict[str, Any], settings: dict[str, Any]) -> None:

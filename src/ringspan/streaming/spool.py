@@ -61,22 +61,25 @@ class ShardGradients:
             self._mapped(self._files[0], self._rows, parcel, gradient.numel()).copy_(gradient.reshape(-1))
 
     def take(self, message: Message, into: Tensor) -> None:
-        index = json.loads(self._spool.index_of(message.peer).read_text())
+        there = self._spool.index_of(message.peer)
+        index = json.loads(there.read_text()) if there.exists() else {}
         theirs = self._mapped(self._spool.path_of(message.peer), index, message.parcel, into.numel())
         into.copy_(theirs.view(into.shape))
 
     def keep(self) -> None:
         """All that was put lasts from here on."""
         for path in self._files:
-            with path.open("rb") as file:
+            with path.open("r+b") as file:
                 os.fsync(file.fileno())
 
     def _mapped(self, path: Path, index: dict[str, int], parcel: Parcel, count: int) -> Tensor:
         """Where one parcel lies in a file; mapped for as long as it is used, so that little counts as memory."""
-        start = index[_name(parcel)] * self._spool.row_numbers
-        wanted = (start + count) * self._spool.dtype.itemsize
-        if path.stat().st_size < wanted:
-            raise RuntimeError(f"{path} ends before byte {wanted}: it was cut off; delete the folder and start again")
+        start = index.get(_name(parcel), 0) * self._spool.row_numbers
+        there = path.stat().st_size if path.exists() and _name(parcel) in index else 0
+        if there < (start + count) * self._spool.dtype.itemsize:
+            raise RuntimeError(
+                f"{path} lacks rows that an earlier shard put there: delete {self._spool.folder.parent} and start again"
+            )
         return torch.from_file(str(path), shared=True, size=start + count, dtype=self._spool.dtype)[start:]
 
 
