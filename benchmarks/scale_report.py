@@ -22,8 +22,9 @@ stream` with a budget of 8 GiB in a process of its own, and each is checked by i
 2**26 were run three times, in turns: medians. *Steady* is the median shard of a run: without the first ones, which also
 pay for memory that the system gives page by page, and for the first read, which has nothing beside it."""
 FLAT_TEXT = """\
-The same work without beginnings: short lengths take turns in one process that has its memory already (`python -m
-benchmarks.warm`), longer ones are the runs above; the median shard of each."""
+A stretch of shards from the middle of each length, in turns, in one process that has its memory already (`python -m
+benchmarks.warm`): the median shard, over {rounds} rounds. *Beside the others* is over the mean of the same round, since
+the machine drifts."""
 RING_TEXT = """\
 Rehearsed by `ringspan rehearse`, {rows:,} rows a rank, the pattern as above, contiguous, forward and backward: what the
 slowest of the first, the middle, the last and the busiest rank works (measured here) and sends (counted), and by how
@@ -61,7 +62,7 @@ def write_report(results: dict[str, Any], machine: str, root: Path, console: Con
     if growth:
         page.parts.extend([growth_table(growth), growth_picture(growth)])
     if results.get("warm"):
-        page.parts.append(flat_table(results["warm"]["all"], growth))
+        page.parts.append(flat_table(results["warm"]["all"]))
     tables = {
         "rings": ring_table,
         "reality": reality_table,
@@ -85,11 +86,7 @@ def _sentence(results: dict[str, Any]) -> str:
         return "Nothing of growth has been measured yet."
     longest = max(growth)
     seconds = statistics.median(run["seconds"] for run in growth[longest])
-    flat = (
-        _off_flat([time for _, time, *_ in _flat_times(results["warm"]["all"], growth)])
-        if results.get("warm")
-        else None
-    )
+    flat = _warm_flatness(results["warm"]["all"]) if results.get("warm") else None
     words = f" Time per token, warm, stays within {flat:.1%} from {FLAT_FROM:,} tokens on." if flat is not None else ""
     return f"{longest:,} tokens through exact dilated attention in {seconds / 3600:.2f} hours, in one process.{words}"
 
@@ -115,28 +112,26 @@ def _off_flat(times: list[float]) -> float | None:
     return max(times) / min(times) - 1 if len(times) > 1 else None
 
 
-def _flat_times(
-    warm: dict[str, list[float]], growth: dict[int, list[dict[str, Any]]]
-) -> list[tuple[int, float, float, float, str]]:
-    """Tokens, µs a token, the least and the most of several rounds, and what was measured."""
-    lines = []
-    for name, rounds in warm.items():
-        times = [1e6 * seconds for seconds in rounds]
-        lines.append((int(name), statistics.median(times), min(times), max(times), f"{len(times)} rounds, warm"))
-    longest = max(line[0] for line in lines)
-    for tokens, runs in growth.items():
-        if tokens > longest:
-            time = _per_token(runs, "steady_seconds_per_token")
-            lines.append((tokens, time, time, time, "a run of its own"))
-    return lines
+def _beside_the_others(warm: dict[str, list[float]]) -> dict[int, list[float]]:
+    """For each length, its time in each round over the mean of that round: free of a machine that drifts."""
+    means = [statistics.mean(times) for times in zip(*warm.values(), strict=True)]
+    return {int(name): [x / mean for x, mean in zip(times, means, strict=True)] for name, times in warm.items()}
 
 
-def flat_table(warm: dict[str, list[float]], growth: dict[int, list[dict[str, Any]]]) -> Table:
-    lines = _flat_times(warm, growth)
-    rows: Rows = [["tokens", "µs a token", "from", "to", "measured in"]]
-    rows += [[f"{tokens:,}", *(f"{time:.3f}" for time in times), what] for tokens, *times, what in lines]
-    text = f"{FLAT_TEXT} Asked: within 10 %; found, the slowest length above the fastest: "
-    text += f"{_off_flat([line[1] for line in lines]):.1%}."
+def _warm_flatness(warm: dict[str, list[float]]) -> float | None:
+    return _off_flat([statistics.median(ratios) for ratios in _beside_the_others(warm).values()])
+
+
+def flat_table(warm: dict[str, list[float]]) -> Table:
+    rows: Rows = [["tokens", "µs a token", "from", "to", "beside the others", "from", "to"]]
+    for (name, times), ratios in zip(warm.items(), _beside_the_others(warm).values(), strict=True):
+        clock = [1e6 * time for time in (statistics.median(times), min(times), max(times))]
+        beside = (statistics.median(ratios), min(ratios), max(ratios))
+        rows.append([f"{int(name):,}", *(f"{x:.3f}" for x in clock), *(f"{x:.3f}" for x in beside)])
+    by_clock = _off_flat([statistics.median(times) for times in warm.values()])
+    text = FLAT_TEXT.format(rounds=len(next(iter(warm.values()))))
+    text += f" Asked: flat within 10 %; found, the slowest length above the fastest: {_warm_flatness(warm):.1%} beside"
+    text += f" the others, {by_clock:.1%} by the clock."
     return Table("Is it flat?", rows, text)
 
 

@@ -1,9 +1,10 @@
-"""Time per token of short lengths in a process that has its memory already, so that beginnings do not weigh on them.
+"""Does a token cost more in a longer sequence? Stretches of all lengths in turns, in one process that is warm.
 
     python -m benchmarks.warm    # prints JSON: for each length, seconds per token of the median shard in each round
 
-A run of a million tokens takes two seconds, and its first shards pay for every page of memory that they are the first
-to touch. Here lengths take turns in one process, whose rows keep their memory from run to run; the first round is not
+A whole run of a million tokens takes two seconds, most of them for memory that it is the first to touch, and one of a
+billion takes half an hour, in which the machine is now faster and now slower. So here every length gives a stretch of
+shards from its middle, lengths take turns, and rows keep their memory from turn to turn; the first round is not
 counted. What runs is what `ringspan stream` runs, without the proof.
 """
 
@@ -20,16 +21,16 @@ from ringspan.proof.demonstration import steady_seconds_per_token, whole_sequenc
 from ringspan.streaming import CountedRows, DigestedRows, RowShape, ShardDone, stream_attention
 from ringspan.streaming.memory import keep_rows_memory
 
-LENGTHS = tuple(2**i for i in range(20, 26))
-ROUNDS = 4  # the first of them warms up
-BUDGET_BYTES = 7 * 2**30  # what `ringspan stream --budget 8G` leaves for rows, about
+SHARDS = {2**20: 8, 2**22: 16, 2**24: 16, 2**26: 32, 2**28: 128, 2**30: 512}  # those of `ringspan stream --budget 8G`
+ROUNDS = 6  # the first of them warms up
+STRETCH_TOKENS, FEWEST_SHARDS = 2**23, 5
 
 
 def main() -> None:
-    found: dict[int, list[float]] = {length: [] for length in LENGTHS}
+    found: dict[int, list[float]] = {length: [] for length in SHARDS}
     with keep_rows_memory():
         for number in range(ROUNDS):
-            for length in LENGTHS:
+            for length in SHARDS:
                 seconds = _steady(length)
                 if number:
                     found[length].append(seconds)
@@ -37,18 +38,22 @@ def main() -> None:
 
 
 def _steady(length: int) -> float:
-    shards: list[ShardDone] = []
-    rows = CountedRows(RowShape(2, 2, 32, torch.float32))
+    shards = SHARDS[length]
+    count = min(shards, max(FEWEST_SHARDS, STRETCH_TOKENS * shards // length))
+    first = (shards - count) // 2
+    walked: list[ShardDone] = []
     stream_attention(
-        rows,
+        CountedRows(RowShape(2, 2, 32, torch.float32)),
         DigestedRows(),
         length,
         whole_sequence_pattern(length),
         causal=True,
-        budget_bytes=BUDGET_BYTES,
-        on_shard=shards.append,
+        budget_bytes=8 * 2**30,
+        shards=shards,
+        only=range(first, first + count),
+        on_shard=walked.append,
     )
-    return steady_seconds_per_token([{"seconds": shard.seconds, "rows": shard.rows} for shard in shards])
+    return steady_seconds_per_token([{"seconds": shard.seconds, "rows": shard.rows} for shard in walked])
 
 
 if __name__ == "__main__":

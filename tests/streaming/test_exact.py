@@ -163,3 +163,16 @@ def test_bad_rows_are_answered() -> None:
         HeldRows({"lse": q})
     with torch.autocast("cpu"), pytest.raises(ValueError, match=r"torch\.autocast is on"):
         rs.stream_attention(HeldRows({"q": q, "k": q, "v": q}), HeldRows({}), 10, rs.Full())
+
+
+def test_shards_can_be_shared() -> None:
+    n, pattern = 300, rs.Dilated((32, 300), (1, 4))
+    q, k, v = (x.detach() for x in inputs(1, n, 2, 1, 8))
+    source, out = HeldRows({"q": q, "k": k, "v": v}), torch.full_like(q, torch.nan)
+    for only in (range(3), [4], [3]):
+        rs.stream_attention(source, HeldRows({"out": out}), n, pattern, causal=True, shards=5, only=only)
+    whole = torch.empty_like(q)
+    rs.stream_attention(source, HeldRows({"out": whole}), n, pattern, causal=True, shards=5)
+    assert torch.equal(out, whole)
+    with pytest.raises(ValueError, match=r"only=\[5\]: there is no shard 5, they are 0 .. 4"):
+        rs.stream_attention(source, HeldRows({}), n, pattern, shards=5, only=[5])

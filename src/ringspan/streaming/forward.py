@@ -34,6 +34,7 @@ def stream_attention(
     lengths: Sequence[int] | None = None,
     budget_bytes: int = 4 * 2**30,
     shards: int | None = None,
+    only: Sequence[int] | None = None,
     progress: Path | str | None = None,
     device: torch.device | str = "cpu",
     kernel: str | None = None,
@@ -48,6 +49,7 @@ def stream_attention(
         pattern, causal, scale, lengths, kernel: as for `ringspan.attention`.
         budget_bytes: what the run may hold beyond what the process holds already; decides how many shards there are.
         shards: how many shards, if not as few as the budget allows.
+        only: walk these shards and no others: shards depend on nothing but the source, so that machines can share them.
         progress: a file in which finished shards are noted. If it is there, the run goes on after them.
         device: where shards are computed; rows and results pass through host memory.
         on_shard: called after each shard, when its results last.
@@ -93,7 +95,11 @@ def stream_attention(
             sink.write(name, job.span(shard).start, x.cpu())
         notes.done(str(shard), shard, sink.finish())
 
-    todo = [shard for shard in range(count) if str(shard) not in finished.finished]
+    wanted = range(count) if only is None else only
+    for shard in wanted:
+        if not 0 <= shard < count:
+            raise ValueError(f"only={list(wanted)}: there is no shard {shard}, they are 0 .. {count - 1}")
+    todo = [shard for shard in wanted if str(shard) not in finished.finished]
     with ThreadPoolExecutor(1, "read parcels") as parcel_reader:
         run_pipeline(todo, lambda shard: job.read(INPUTS, shard), compute, write)
     return notes.streamed()
