@@ -33,7 +33,7 @@ REALITY_TEXT = """\
 Rings of local processes (gloo), a step forward and backward, 4 heads, fp32, causal, zigzag, segments of 256 at rate 1
 and the whole sequence at rate 32; beside it the same ranks rehearsed alone. Asked: bytes exactly, memory within 10 %.
 Found: {bytes}; memory within {large:.1%} where every tensor of a rank has 32 MiB or more, and within {small:.1%} where
-they are smaller. Of such, glibc keeps what is freed, each process as it happens."""
+they are smaller. Of such, glibc keeps what is freed, each process as it happens: medians of three."""
 COMMUNICATION_TEXT = """\
 Bytes that the busiest rank receives in a forward pass, from the plan, and what it holds of others at a time. A plain
 ring passes every row of K and V to everybody; an all-gather moves the same bytes and holds them all at once. LongNet's
@@ -189,7 +189,8 @@ def growth_picture(growth: dict[int, list[dict[str, Any]]]) -> Picture:
     for axis in (left, right):
         axis.grid(alpha=0.3)
     caption = (
-        "Level on the left: time grows with the length, and no faster. On the right the budget decides, not the length."
+        "Left: below some million tokens a run pays for its beginning; then time grows with the length, and no faster. "
+        "Right: the budget decides, not the length."
     )
     return Picture("scale_growth", figure, caption)
 

@@ -1,5 +1,6 @@
 """Rehearsal against reality: bytes exactly, memory within 10 %, for rings that fit here; and a clock that adds up."""
 
+import statistics
 from functools import lru_cache
 
 import pytest
@@ -47,12 +48,12 @@ def real_rank() -> tuple[list[tuple[int, int, int]], int]:
 
 
 @lru_cache
-def real_ring(size: int) -> list[tuple[list[tuple[int, int, int]], int]]:
+def real_ring(size: int, turn: int = 0) -> list[tuple[list[tuple[int, int, int]], int]]:
     return run_local_ranks(size, real_rank)
 
 
 @lru_cache
-def rehearsed_ring(size: int) -> RehearsedRing:
+def rehearsed_ring(size: int, turn: int = 0) -> RehearsedRing:
     plan = ring(size)
     chosen = {"first": 0, "last": size - 1}
     return rehearse_ring(plan, chosen, FAST, torch.float32, backward=True, threads=1, timeout_seconds=120)
@@ -70,8 +71,18 @@ def test_bytes_are_exactly_those_of_a_real_ring(size: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_memory_is_within_a_tenth_of_a_real_ring(size: int) -> None:
-    for rank in rehearsed_ring(size).ranks.values():
-        assert rank.peak_growth == pytest.approx(real_ring(size)[rank.rank][1], rel=0.1)
+    """The C library keeps, now and then, a buffer that was freed: where once is not enough, medians of three count."""
+    for turns in (range(1), range(3)):
+        off_by = [off(size, name, turns) for name in ("first", "last")]
+        if max(off_by) <= 0.1:
+            return
+    raise AssertionError(f"off by {off_by}")
+
+
+def off(size: int, name: str, turns: range) -> float:
+    rehearsed = [rehearsed_ring(size, turn).ranks[name] for turn in turns]
+    real = [real_ring(size, turn)[rehearsed[0].rank][1] for turn in turns]
+    return abs(statistics.median(rank.peak_growth for rank in rehearsed) / statistics.median(real) - 1)
 
 
 def test_which_ranks_are_worth_rehearsing() -> None:
