@@ -134,10 +134,10 @@ def test_the_disk_has_room_for_what_will_be_written(tmp_path: Path) -> None:
     create_numpy(tmp_path, 2**16, SHAPE)
     create_safetensors(tmp_path / "out.safetensors", 2**16, SHAPE)
     assert not list(tmp_path.glob("*.new"))
-    if not hasattr(os, "posix_fallocate"):
-        pytest.skip("this system cannot keep room for a file")
     for name, size in (("out.npy", 8 * 4 * 4 * 2**16), ("out.safetensors", (8 + 1) * 4 * 4 * 2**16)):
-        assert (tmp_path / name).stat().st_blocks * 512 >= size
+        found = (tmp_path / name).stat()
+        kept = found.st_blocks * 512 if hasattr(os, "posix_fallocate") else found.st_size  # others cannot keep room
+        assert kept >= size
 
 
 def test_files_that_are_read_are_not_written(tmp_path: Path) -> None:
