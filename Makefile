@@ -7,15 +7,15 @@ PEERS := $(VENV)/peers
 INTEGRATIONS := $(VENV)/integrations
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-integrations lint docs versions figures bench scale clean
+.PHONY: help run test test-integrations lint docs versions models figures bench scale clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{ printf "  make %-18s %s\n", $$1, $$2 }'
 
-run: $(READY)  ## is the ring real? examine rings of 1, 2 and 4 local processes, and write a report
+run: $(READY)  ## is the ring real? examine rings of 1, 2 and 4 local processes, and write a report (about 90 seconds)
 	@$(BIN)/ringspan verify
 
-test: lint  ## lint, types and tests
+test: lint  ## lint, types and tests (about 11 minutes)
 	@$(BIN)/python -m pytest -q -n 2 --dist loadgroup --ignore tests/integrations
 
 test-integrations: $(INTEGRATIONS)  ## tests and examples that need Transformers, DeepSpeed, Sphinx
@@ -32,6 +32,9 @@ lint: $(READY)  ## lint and types only
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+
+models: $(INTEGRATIONS)  ## compare every Transformers model type with eager attention, and write docs/transformers_models.md (15 minutes)
+	@$(BIN)/python -m benchmarks.transformers_models
 
 figures: $(READY)  ## draw the pictures of the docs again
 	@$(BIN)/python docs/draw_figures.py

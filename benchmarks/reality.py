@@ -62,6 +62,7 @@ def _measured(ranks: int, tokens: int, dim: int) -> Iterator[dict[str, Any]]:
 def _real_rank(tokens: int, dim: int) -> tuple[int, int]:
     ring = rs.Ring(layout="zigzag")
     rows = ring.layout_of(tokens).rows_of(ring.rank)
+    torch.manual_seed(ring.rank)  # every process begins with the same seed
 
     def step() -> None:
         q, k, v = (torch.randn(1, rows, HEADS, dim).requires_grad_() for _ in range(3))

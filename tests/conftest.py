@@ -1,21 +1,28 @@
 """Every test runs with uninitialised memory filled with NaN, so that reading an unwritten buffer cannot pass."""
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # How long one example takes says nothing on a busy machine; pytest-timeout ends what hangs.
-settings.register_profile("ringspan", deadline=None)
+settings.register_profile("ringspan", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ringspan")
+
+# A shell starts background jobs with SIGINT ignored, and the commands that tests interrupt would inherit that.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # These start processes, and some watch the loopback interface: with pytest-xdist one worker runs them all, one by one.
 START_PROCESSES = (
     "bench/test_trials.py",
+    "cli/test_failures.py",
     "cli/test_generate.py",
+    "cli/test_interrupts.py",
     "cli/test_rehearse.py",
     "cli/test_train.py",
     "cli/test_verify.py",

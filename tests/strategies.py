@@ -28,6 +28,11 @@ def lengths(draw: st.DrawFn, longest: int = 40) -> tuple[int, ...]:
     return tuple(draw(st.integers(0, longest // count)) for _ in range(count))
 
 
+def scales() -> st.SearchStrategy[float | None]:
+    """Mostly the default; also those that fused kernels do not take as they are."""
+    return st.sampled_from([None, None, 0.7, -0.5, 0.0])
+
+
 @st.composite
 def held_heads(draw: st.DrawFn, pattern: rs.Pattern, kv_heads: int) -> rs.Pattern:
     """The pattern, sometimes as one of several devices that split the heads sees it."""

@@ -41,6 +41,7 @@ CASES: list[tuple[dict[str, Any], type[Exception], str]] = [
     (dict(causal=1), TypeError, "causal=1: must be True or False"),
     (dict(scale="big"), TypeError, "scale='big': must be a number"),
     (dict(scale=float("nan")), ValueError, "scale=nan: must be finite"),
+    (dict(scale=1e39), ValueError, "scale=1e+39: must be finite in torch.float32, the dtype of the scores"),
 ]
 
 
@@ -50,6 +51,12 @@ def test_answer(change: dict[str, Any], error: type[Exception], words: str) -> N
     with pytest.raises(error) as caught:
         rs.attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
     assert words in str(caught.value)
+
+
+def test_heads_in_the_place_of_rows_are_warned_of() -> None:
+    x = torch.randn(1, 8, 100, 16)  # (batch, heads, seq, dim)
+    with pytest.warns(UserWarning, match=r"100 heads over a sequence of 8 rows.*pass x.transpose\(1, 2\)"):
+        rs.attention(x, x, x, pattern=rs.Full())
 
 
 def test_integers_are_refused() -> None:

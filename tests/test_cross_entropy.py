@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -55,6 +57,15 @@ def test_no_targets_at_all_is_zero_with_zero_gradients() -> None:
     assert torch.autograd.grad(empty, hidden)[0].abs().max() == 0
 
 
+def test_sums_of_rows_do_not_overflow() -> None:
+    hidden = torch.ones(1, 128, 1024, dtype=torch.float16, requires_grad=True)
+    weight = torch.zeros(4, 1024, dtype=torch.float16, requires_grad=True)
+    loss = rs.nn.ring_cross_entropy(hidden, weight, torch.zeros(1, 128, dtype=torch.int64))
+    assert loss.item() == pytest.approx(math.log(4), abs=1e-6)
+    for grad in torch.autograd.grad(loss, (hidden, weight)):
+        assert grad.isfinite().all()
+
+
 def test_bad_arguments_are_refused() -> None:
     hidden, weight, targets = case()
     with pytest.raises(ValueError, match=r"targets \(2, 32\): must be \(2, 33\)"):
@@ -63,3 +74,7 @@ def test_bad_arguments_are_refused() -> None:
         rs.nn.ring_cross_entropy(hidden, weight, targets, slice_rows=0)
     with pytest.raises(ValueError, match="gradients='mean'"):
         rs.nn.ring_cross_entropy(hidden, weight, targets, gradients="mean")  # type: ignore[arg-type]
+    with pytest.raises(
+        TypeError, match=r"ring is a str: must be a Ring or a SimulatedRing; make one with Ring\(group\)"
+    ):
+        rs.nn.ring_cross_entropy(hidden, weight, targets, ring="all")  # type: ignore[arg-type]

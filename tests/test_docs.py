@@ -1,14 +1,16 @@
 """Every Python block of the README and the docs is run, page by page; every link and picture exists.
 
-Blocks marked ``python`` run here, those marked ``python ring`` on two ranks; ``py`` is somebody else's, or a fragment.
+Blocks marked ``python`` run here. Those marked ``python ring`` are run as a reader would: pasted into one script, which
+torchrun starts on two ranks. ``py`` is somebody else's, or a fragment.
 """
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-
-from ringspan.processes import run_local_ranks
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -23,14 +25,27 @@ def test_examples_run(page: Path) -> None:
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if "```python ring\n" in page.read_text()], ids=lambda p: p.name
 )
-def test_examples_run_on_a_ring(page: Path) -> None:
-    run_local_ranks(2, run_blocks, page, "python ring")
+def test_examples_run_under_torchrun(page: Path, tmp_path: Path) -> None:
+    run_blocks_under_torchrun(page, "python ring", tmp_path)
 
 
 def run_blocks(page: Path, mark: str) -> None:
     names: dict[str, object] = {}
-    for block in re.findall(rf"^```{mark}\n(.*?)^```", page.read_text(), re.M | re.S):
+    for block in blocks_of(page, mark):
         exec(compile(block, str(page), "exec"), names)
+
+
+def run_blocks_under_torchrun(page: Path, mark: str, folder: Path) -> None:
+    script = folder / "pasted.py"
+    script.write_text("\n".join(blocks_of(page, mark)))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, env=environment)
+    assert done.returncode == 0, done.stderr
+
+
+def blocks_of(page: Path, mark: str) -> list[str]:
+    return re.findall(rf"^```{mark}\n(.*?)^```", page.read_text(), re.M | re.S)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -2,11 +2,22 @@ from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 
 import ringspan as rs
-from ringspan.draw import draw_pattern, draw_plans, draw_schedule, draw_work, pairs_by_hop, scaled_down
+from ringspan.draw import (
+    draw_density,
+    draw_pattern,
+    draw_plans,
+    draw_schedule,
+    draw_work,
+    pairs_by_cell,
+    pairs_by_hop,
+    scaled_down,
+)
+from ringspan.draw.density import cell_borders
 from ringspan.oracle import multiplicity
 
 
@@ -103,14 +114,51 @@ def test_a_long_ring_is_scaled_down_to_its_likeness(n: int, size: int, layout: s
     small, note = scaled_down(plan)
     assert small.layout.rows <= 64
     assert small.layout.ring_size == (size if size <= 8 else 8 if n / size < 32768 else 4)
-    assert f"{n:,} tokens drawn as {small.layout.rows} rows" in note
+    assert f"Not the plan itself but a small one like it: {small.layout.rows} tokens for {n:,}" in note
     assert isinstance(small.pattern, rs.Dilated)
     shard, small_shard = n / size, small.layout.rows / small.layout.ring_size
     for w, small_w in zip(pattern.segment_lengths, small.pattern.segment_lengths, strict=True):
         likeness = w / shard * small_shard
         assert small_w == small.layout.rows or abs(small_w - max(1, likeness)) <= 0.5
-    assert ("ranks stand for" in note) == (size > 8)
+    assert (f" ranks for {size:,}" in note) == (size > 8)
+    for pair in ("2048 x 1", "32768 x 16", f"{small.pattern.segment_lengths[-1]} x {small.pattern.dilation_rates[-1]}"):
+        assert pair in note, "both patterns are named"
     draw_work(small, note=note)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        rs.Full(),
+        rs.Dilated((6, 16, 300), (1, 2, 4)),
+        rs.Dilated((7, 90), (3, 5), shift=50),
+        rs.Dilated.spanning(301, 16),
+    ],
+)
+@pytest.mark.parametrize("n", [5, 128, 301])
+def test_a_cell_has_the_pairs_of_the_definition(pattern: rs.Pattern, n: int, causal: bool) -> None:
+    count = multiplicity(pattern, n, 3, causal=causal).sum(0).numpy()
+    borders = cell_borders(n)
+    wanted = np.add.reduceat(np.add.reduceat(count, borders[:-1], axis=0), borders[:-1], axis=1)
+    assert (pairs_by_cell(pattern, n, 3, causal=causal) == wanted).all()
+
+
+def test_a_million_tokens_are_drawn_at_their_length(tmp_path: Path) -> None:
+    """The pattern itself in cells; what is drawn small instead says what it is."""
+    n = 2**20
+    plan = rs.plan(rs.Dilated.spanning(n), n, ring_size=8, layout="contiguous", causal=True)
+    axis = draw_density(plan.pattern, n, 8, causal=True).axes[0]
+    assert "2048 x 1, 8192 x 4, 32768 x 16, 131072 x 64, 524288 x 256, 1048576 x 512" in " ".join(
+        axis.get_title("left").split()
+    )
+    shares = axis.collections[0].get_array().reshape(128, 128)
+    assert shares.mask[0, 127], "no later key is seen"
+    assert not shares.mask[127, 0], "the whole sequence is seen"
+    assert shares.max() == shares[0, 0]
+    work = draw_work(*scaled_down(plan)[:1], note=scaled_down(plan)[1]).get_suptitle()
+    assert "Not the plan itself" in " ".join(work.split())
+    assert (tmp_path / "who_sees_what.png") in draw_plans({"contiguous": plan}, tmp_path)
 
 
 def test_all_pictures_of_a_plan_are_files(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 import ringspan as rs
 from ringspan import engine
-from ringspan.oracle import dense_attention
+from ringspan.oracle import dense_attention, multiplicity
 from tests.exactness import assert_equals_oracle, inputs
-from tests.strategies import held_heads, lengths, patterns
+from tests.strategies import held_heads, lengths, patterns, scales
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*selects row")
 
@@ -31,7 +31,7 @@ def test_equals_the_oracle(data: st.DataObject) -> None:
         v,
         pattern=pattern,
         causal=data.draw(st.booleans()),
-        scale=data.draw(st.sampled_from([None, 0.7])),
+        scale=data.draw(scales()),
         lengths=None if len(sizes) == 1 else sizes,
         kernel=data.draw(st.sampled_from([None, "reference"])),
     )
@@ -54,6 +54,24 @@ def test_longer_segments_than_the_sequence(n: int, causal: bool) -> None:
     assert_equals_oracle(q, k, v, pattern=rs.Dilated((2048, 4096), (1, 4)), causal=causal)
     out = rs.attention(q, k, v, pattern=rs.Dilated((4096,), (1,)), causal=causal)
     assert torch.equal(out, rs.attention(q, k, v, pattern=rs.Full(), causal=causal))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("pattern", [rs.Full(), rs.Dilated((3, 6, 24), (1, 2, 5))], ids=["full", "dilated"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_nan_is_visible_in_every_row_that_sees_it(pattern: rs.Pattern, causal: bool, dtype: torch.dtype) -> None:
+    """Also where a tile has fewer keys than a vector register has lanes."""
+    n, row = 24, 7
+    for name in "qkv":
+        tensors = dict(zip("qkv", (x.detach() for x in inputs(1, n, 2, 1, 8, dtype)), strict=True))
+        sees = multiplicity(pattern, n, 2, causal=causal)[:, :, row] > 0
+        if name == "q":
+            sees = torch.zeros_like(sees).index_fill(1, torch.tensor(row), True)
+        tensors[name][0, row, :, 3] = torch.nan
+        for ring in (None, rs.SimulatedRing(3)):
+            out, lse = rs.attention(**tensors, pattern=pattern, causal=causal, return_lse=True, ring=ring)
+            assert out.isnan().any(-1)[0].T[sees].all()
+            assert name == "v" or lse.isnan()[0][sees].all()
 
 
 def test_rows_that_see_nothing() -> None:

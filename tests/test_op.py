@@ -1,10 +1,12 @@
 """The registered operator: opcheck, torch.compile, selective checkpointing, double backward."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import ringspan as rs
@@ -42,6 +44,34 @@ def test_compiles_whole_forward_and_backward(return_lse: bool) -> None:
     torch.testing.assert_close(out, eager, rtol=0, atol=1e-12)
     for x, y in zip(torch.autograd.grad(out.sum(), tensors), wanted, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
+
+
+def forward_mode(function: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    with forward_ad.dual_level():
+        function(forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+# torch itself compiles its forward-mode formulas with torch.jit.script, which it deprecates.
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("operand", [0, 1, 2])
+@pytest.mark.parametrize(
+    "differentiate",
+    [
+        forward_mode,
+        lambda f, x: torch.func.jvp(f, (x,), (x,)),
+        lambda f, x: torch.func.jacfwd(f)(x),
+        torch.func.linearize,
+    ],
+    ids=["forward_ad", "jvp", "jacfwd", "linearize"],
+)
+def test_forward_mode_is_refused(differentiate: Any, operand: int) -> None:
+    tensors = [x.detach() for x in qkv()]
+
+    def layer(x: Tensor) -> Tensor:
+        return rs.attention(*tensors[:operand], x, *tensors[operand + 1 :], pattern=PATTERN)  # type: ignore[misc, call-overload]
+
+    with pytest.raises(NotImplementedError, match="reverse-mode gradients only"):
+        differentiate(layer, tensors[operand])
 
 
 def test_new_document_lengths_do_not_recompile() -> None:

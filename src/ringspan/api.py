@@ -76,7 +76,7 @@ def attention(
             j // (heads // kv_heads).
         pattern: `Dilated(...)` or `Full()`.
         causal: whether a query sees only keys up to its own position.
-        scale: factor of the scores; dim ** -0.5 by default.
+        scale: factor of the scores, any finite number; dim ** -0.5 by default.
         lengths: packed documents: the row dimension holds sequences of these lengths end to end, each with
             positions of its own. A sequence of ints or, so that torch.compile need not compile anew when they
             change, an int64 tensor.
@@ -95,7 +95,8 @@ def attention(
     Returns:
         (batch, seq, heads, dim) in the dtype of q. A row that sees nothing is 0, and its lse is -inf.
 
-    Under `torch.autocast`, q, k and v are cast to its dtype, as in PyTorch's own attention.
+    Under `torch.autocast`, q, k and v are cast to its dtype, as in PyTorch's own attention. Gradients are reverse-mode
+    only: forward-mode derivatives (`torch.func.jvp`) raise NotImplementedError.
 
     >>> import torch, ringspan as rs
     >>> q, k, v = torch.randn(3, 1, 1000, 4, 16).unbind()

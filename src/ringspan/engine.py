@@ -31,7 +31,7 @@ def walk_forward(
     plan: RankPlan, mail: Mail, q: Tensor, k: Tensor, v: Tensor, *, scale: float, kernel: Kernel
 ) -> Generator[Flight, None, tuple[Tensor, Tensor]]:
     """Output (batch, rows, heads, dim) and lse (batch, heads, rows), both in the accumulation dtype."""
-    q, k, v = (_with_dense_rows(x) for x in (q, k, v))
+    q, k, v = (with_dense_rows(x) for x in (q, k, v))
     wide = accumulation_dtype(q.dtype)
     batch, rows, heads, _ = q.shape
     out = q.new_empty(q.shape, dtype=wide)
@@ -88,14 +88,14 @@ def walk_backward(
 
     The gradient of a parcel goes where the parcel goes, or home, after each hop, while the next one is computed.
     """
-    q, k, v, out = (_with_dense_rows(x) for x in (q, k, v, out))
+    q, k, v, out = (with_dense_rows(x) for x in (q, k, v, out))
     wide = accumulation_dtype(q.dtype)
     dq, dk, dv = (x.new_zeros(x.shape, dtype=wide) if need else None for x, need in zip((q, k, v), needs, strict=True))
     query_side = _present(
         q=q,
         out=out,
         lse=lse.transpose(1, 2),
-        grad_out=None if grad_out is None else _with_dense_rows(grad_out, kernel.contract.zero_strides),
+        grad_out=None if grad_out is None else with_dense_rows(grad_out, kernel.contract.zero_strides),
         grad_lse=None if grad_lse is None else grad_lse.transpose(1, 2),
         dq=dq,
     )
@@ -188,7 +188,9 @@ def _present(**operands: Tensor | None) -> Operands:
     return {name: x for name, x in operands.items() if x is not None}
 
 
-def _with_dense_rows(x: Tensor, zero_strides: bool = True) -> Tensor:
+def with_dense_rows(x: Tensor, zero_strides: bool = True) -> Tensor:
     """Kernels read rows whose elements lie side by side, and some no expanded ones; anything else is copied once."""
     expanded = any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x if x.stride(-1) == 1 and (zero_strides or not expanded) else x.contiguous()
+    if x.stride(-1) == 1 and (zero_strides or not expanded):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)  # contiguous() leaves the strides of single elements alone

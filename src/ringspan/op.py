@@ -17,9 +17,9 @@ from torch import Tensor
 from ringspan import kernels
 from ringspan.call import Call
 from ringspan.engine import walk_backward, walk_forward
-from ringspan.geometry import Pattern, parse_pattern, unselected_row
+from ringspan.geometry import Pattern, parse_pattern, unselected_warning
 from ringspan.order import parse_order
-from ringspan.ring.notes import digest
+from ringspan.ring.notes import digest, fingerprint
 from ringspan.ring.players import Players
 from ringspan.ring.registry import find
 from ringspan.ring.simulated import ALONE
@@ -32,8 +32,10 @@ def _players(ring: str) -> Players:
     return find(ring) if ring else ALONE
 
 
-def _note(q: Tensor, k: Tensor, lengths: Tensor | None, needs: Sequence[bool], **values: Any) -> dict[str, Any]:
-    """What ranks must agree on."""
+def _note(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, needs: Sequence[bool], **values: Any
+) -> dict[str, Any]:
+    """What ranks must agree on, and the fingerprint of their rows."""
     batch, _, heads, dim = q.shape
     return {
         "call": "attention",
@@ -41,19 +43,27 @@ def _note(q: Tensor, k: Tensor, lengths: Tensor | None, needs: Sequence[bool], *
         "dtype": str(q.dtype),
         "lengths": None if lengths is None else digest(str(lengths.tolist())),
         "who needs gradients (q, k, v)": tuple(needs),
+        "fingerprint": fingerprint(q, k, v),
         **{name: digest(str(value)) for name, value in values.items()},
     }
 
 
 @lru_cache(maxsize=256)
-def _warn_if_unselected(pattern: Pattern, rows: int, kv_heads: int) -> None:
-    found = unselected_row(pattern, rows, kv_heads)
-    if found:
+def _warn_if_transposed(rows: int, heads: int) -> None:
+    """Many heads over few rows: rather a tensor of another layout."""
+    if heads >= 64 and 4 * rows <= heads:
         warnings.warn(
-            f"{pattern} selects row {found[0]} of KV head {found[1]} in no branch: such rows see nothing and "
-            "their output is 0. Add a branch with dilation rate 1 if that is not meant.",
+            f"q has {heads} heads over a sequence of {rows} rows. ringspan takes (batch, seq, heads, dim): if yours is "
+            "(batch, heads, seq, dim), as in torch's scaled_dot_product_attention, pass x.transpose(1, 2).",
             stacklevel=2,
         )
+
+
+@lru_cache(maxsize=256)
+def _warn_if_unselected(pattern: Pattern, rows: int, kv_heads: int) -> None:
+    warning = unselected_warning(pattern, rows, kv_heads)
+    if warning:
+        warnings.warn(warning, stacklevel=2)
 
 
 @torch.library.custom_op("ringspan::attention", mutates_args=())
@@ -75,10 +85,12 @@ def attention_op(
     players = _players(ring)
     layout = players.agree(
         q.shape[1],
-        lambda: _note(q, k, lengths, needs, pattern=pattern, order=order, causal=causal, scale=scale),
+        lambda: _note(q, k, v, lengths, needs, pattern=pattern, order=order, causal=causal, scale=scale),
         seq_len,
         q,
     )
+    if seq_len is None:
+        _warn_if_transposed(layout.rows, q.shape[2])
     _warn_if_unselected(parse_pattern(pattern), layout.rows, k.shape[2])
     call = Call.of(players, layout, k, lengths, pattern, order, causal)
     start = partial(walk_forward, scale=scale, kernel=kernels.get(kernel))

@@ -4,12 +4,12 @@ and the way out. `ringspan.attention` and decoding share these doors.
 
 from __future__ import annotations
 
-import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from ringspan import kernels
 from ringspan.geometry import Dilated, Full
@@ -22,6 +22,7 @@ def check_tensors(q: Any, k: Any, v: Any) -> None:
             raise TypeError(f"{name} is a {type(x).__name__}: must be a torch.Tensor")
         if x.dim() != 4:
             raise ValueError(f"{name} has shape {tuple(x.shape)}: must be (batch, seq, heads, dim)")
+    _check_reverse_mode(q, k, v)
 
 
 def check_operands(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -49,6 +50,16 @@ def check_operands(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
+def _check_reverse_mode(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuse dual tensors: a custom operator has no forward-mode derivative, and torch would take it for 0."""
+    if any(unpack_dual(x).tangent is not None for x in (q, k, v)):
+        raise NotImplementedError(
+            "forward-mode derivatives (torch.func.jvp, jacfwd, linearize, forward_ad): ringspan's attention has "
+            "reverse-mode gradients only. Use .backward() or torch.autograd.grad, or "
+            "ringspan.oracle.dense_attention for small problems that need forward mode"
+        )
+
+
 def check_pattern(pattern: Any, kv_heads: int) -> None:
     if not isinstance(pattern, (Full, Dilated)):
         raise TypeError(f"pattern={pattern!r}: must be Dilated(segment_lengths, dilation_rates) or Full()")
@@ -70,8 +81,9 @@ def scale_for(scale: Any, q: Tensor) -> float:
         return float(q.shape[-1] ** -0.5)
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise TypeError(f"scale={scale!r}: must be a number")
-    if not math.isfinite(scale):
-        raise ValueError(f"scale={scale}: must be finite")
+    wide = kernels.accumulation_dtype(q.dtype)
+    if not abs(scale) <= torch.finfo(wide).max:  # NaN too
+        raise ValueError(f"scale={scale}: must be finite in {wide}, the dtype of the scores")
     return float(scale)
 
 

@@ -24,10 +24,12 @@ def multiplicity(
     causal: bool = False,
     lengths: Sequence[int] | None = None,
     order: Order | None = None,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """m(p, t) for each KV head: (kv_heads, n, n), int64. In how many branches query p sees key t.
 
-    Under an order the pattern holds along the curve, and causality in the sequence.
+    Under an order the pattern holds along the curve, and causality in the sequence. ``rows`` asks for these queries
+    only: (kv_heads, len(rows), n).
 
     >>> from ringspan import Dilated
     >>> multiplicity(Dilated((4, 8), (1, 2)), 16, 2)[1, 5].tolist()
@@ -38,22 +40,23 @@ def multiplicity(
     position = torch.arange(n) - (sizes.cumsum(0) - sizes)[document]
     places = [rows_and_places(order, size)[1] for size in sizes.tolist() if size] if order else []
     place = torch.cat(places) if places else position  # along the curve, in each document
-    allowed = document[:, None] == document[None, :]
+    rows = torch.arange(n) if rows is None else rows
+    allowed = document[rows, None] == document[None, :]
     if causal:
-        allowed &= position[None, :] <= position[:, None]
+        allowed &= position[None, :] <= position[rows, None]
     if isinstance(pattern, Full):
-        return allowed.long().expand(kv_heads, n, n)
+        return allowed.long().expand(kv_heads, -1, -1)
 
-    count = torch.zeros(kv_heads, n, n, dtype=torch.int64)
+    count = torch.zeros(kv_heads, len(rows), n, dtype=torch.int64)
     total_heads = pattern.total_heads or kv_heads
     for w, r in zip(pattern.segment_lengths, pattern.dilation_rates, strict=True):
         x = place + pattern.shift
-        same_segment = (x // w)[:, None] == (x // w)[None, :]
+        same_segment = (x // w)[rows, None] == (x // w)[None, :]
         for head in range(kv_heads):
             c = pattern.first_head + head
             offset = c % r if pattern.head_offsets == "interleaved" else c // -(-total_heads // r)
             selected = x % w % r == offset
-            count[head] += allowed & same_segment & selected[:, None] & selected[None, :]
+            count[head] += allowed & same_segment & selected[rows, None] & selected[None, :]
     return count
 
 
@@ -67,11 +70,15 @@ def dense_attention(
     scale: float | None = None,
     lengths: Sequence[int] | None = None,
     order: Order | None = None,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output (batch, seq, heads, dim) and lse (batch, heads, seq), computed in the dtype of the inputs."""
-    n, heads, dim = q.shape[1:]
-    kv_heads = k.shape[2]
-    count = multiplicity(pattern, n, kv_heads, causal=causal, lengths=lengths, order=order)
+    """Output (batch, seq, heads, dim) and lse (batch, heads, seq), computed in the dtype of the inputs.
+
+    With ``rows``, q holds these rows of the sequence only, and so do the results: O(len(rows) * n), not O(n ** 2).
+    """
+    heads, dim = q.shape[2:]
+    n, kv_heads = k.shape[1:3]
+    count = multiplicity(pattern, n, kv_heads, causal=causal, lengths=lengths, order=order, rows=rows)
     count = count.repeat_interleave(heads // kv_heads, dim=0).to(q)
     k, v = (x.repeat_interleave(heads // kv_heads, dim=2) for x in (k, v))
     scores = torch.einsum("bphd,bthd->bhpt", q, k) * (dim**-0.5 if scale is None else scale) + count.log()

@@ -44,7 +44,7 @@ def run_local_ranks(
             with _interrupts_deferred():
                 for worker in workers:
                     worker.start()
-            return _collect(workers, results, time.monotonic() + timeout_seconds)
+            return _collect(workers, results, timeout_seconds)
         finally:
             for worker in (worker for worker in workers if worker.pid is not None):
                 worker.kill()
@@ -81,15 +81,17 @@ def _interrupts_deferred() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def _collect(workers: list[Any], results: Any, deadline: float) -> list[Any]:
+def _collect(workers: list[Any], results: Any, timeout: float) -> list[Any]:
     found: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout
     while len(found) < len(workers):
         if results.empty():
             for rank, worker in enumerate(workers):
                 if worker.exitcode is not None and rank not in found and results.empty():
                     raise RuntimeError(f"rank {rank} died with exit code {worker.exitcode}")
             if time.monotonic() > deadline:
-                raise TimeoutError(f"no answer from ranks {sorted(set(range(len(workers))) - set(found))}")
+                missing = sorted(set(range(len(workers))) - set(found))
+                raise TimeoutError(f"no answer from ranks {missing} within {timeout:g} s: give a longer timeout")
             time.sleep(0.01)
             continue
         rank, value, failure = results.get()

@@ -20,7 +20,7 @@ TINY = ["--pattern", "64x1,256x4", "--heads", "2", "--dim", "16", "--ranks", "1"
 
 
 def bench(*options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*BENCH, *TINY, *options], capture_output=True, text=True, check=False, timeout=100)
+    return subprocess.run([*BENCH, *TINY, *options], capture_output=True, text=True, check=False)
 
 
 def test_json_alone_on_stdout_and_going_on_after_an_interruption(tmp_path: Path) -> None:
@@ -59,20 +59,20 @@ def test_interrupted_it_leaves_nothing_running(tmp_path: Path) -> None:
     try:
         ranks = _wait_for_ranks(process.pid, 2)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of them
-        _, complaints = process.communicate(timeout=30)
+        _, complaints = process.communicate()
     finally:
         process.kill()
     assert process.returncode == 130
-    assert "the same command goes on from there" in " ".join(complaints.split())
+    assert "run the same command to continue" in " ".join(complaints.split())
     assert "Traceback" not in complaints
-    gone, alive = psutil.wait_procs(ranks, timeout=5)
+    gone, alive = psutil.wait_procs(ranks, timeout=300)
     assert not alive
     assert len(gone) >= 2
 
 
 def _wait_for_ranks(pid: int, count: int) -> list[psutil.Process]:
     """All that a command has started, once so many ranks (children of its fork server) are at work."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         children = psutil.Process(pid).children()
         ranks = [rank for child in children for rank in child.children()]
@@ -94,8 +94,10 @@ def test_dry_run_lists_cases_and_obstacles() -> None:
     assert large["obstacle"].endswith("1,024 MiB are allowed")
 
 
-def test_help_is_quick_and_shows_examples() -> None:
-    start = time.monotonic()
-    found = subprocess.run([*BENCH, "--help"], capture_output=True, text=True, check=True)
-    assert time.monotonic() - start < 5  # a second on a quiet machine; it must not import torch
+def test_help_shows_examples_and_imports_no_torch() -> None:
+    command = [BENCH[0], "-X", "importtime", *BENCH[1:], "--help"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    imported = {line.rpartition("|")[2].strip() for line in found.stderr.splitlines()}
+    assert "typer" in imported
+    assert "torch" not in imported
     assert "ringspan bench --suite results --quick" in found.stdout

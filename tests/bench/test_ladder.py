@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from ringspan.bench.cases import Case
+import ringspan as rs
+from ringspan.bench.cases import Case, case_from_json
+from ringspan.bench.implementations import make_cases
 from ringspan.bench.ladder import Settings, run_cases
 from ringspan.bench.store import Store
 from ringspan.bench.trials import Limits, Trial
@@ -105,7 +107,7 @@ def test_a_peer_that_is_not_installed_is_a_row(store: Store, monkeypatch: pytest
     trials = list(run_cases(cases, Settings(ROOMY), store, run=recorder))
     assert not recorder.asked
     assert [trial.outcome for trial in trials] == ["not installed", "not tried"]
-    assert trials[0].reason == "ring_attention_pytorch is not installed: pip install 'ringspan[peers]'"
+    assert trials[0].reason == "ring_attention_pytorch is not installed: pip install -c constraints.txt -e '.[peers]'"
 
 
 def test_long_trials_are_not_repeated(store: Store) -> None:
@@ -166,3 +168,23 @@ def test_trials_of_other_conditions_are_left_alone(store: Store) -> None:
 def test_fresh_starts_anew(store: Store) -> None:
     list(run_cases([case()], Settings(ROOMY, rounds=1), store, run=Recorder()))
     assert len(Store(store.path, threads=1, fresh=True)) == 0
+
+
+def test_disturbed_trials_can_be_repeated(store: Store) -> None:
+    busy = Recorder(lambda what, number: measured(what, number, foreign=0.5 if what.tokens == 256 else 0.0))
+    cases, settings = [case(tokens=256), case(tokens=512)], Settings(ROOMY, rounds=1, attempts=1)
+    list(run_cases(cases, settings, store, run=busy))
+    quiet = Recorder()
+    list(run_cases(cases, settings, Store(store.path, threads=1, repeat_disturbed=True), run=quiet))
+    assert quiet.asked == [("ringspan", 256, 1)]
+    trials = run_cases(cases, settings, Store(store.path, threads=1), run=quiet)
+    assert not any(trial.disturbed for trial in trials)
+
+
+def test_spanning_patterns_of_all_lengths_are_one_ladder() -> None:
+    short, long = make_cases(("ringspan",), ("spanning",), (4096, 2**17), (2,))
+    assert (short.pattern, long.pattern) == (rs.Dilated.spanning(4096), rs.Dilated.spanning(2**17))
+    assert short.ladder == long.ladder
+    fixed = make_cases(("ringspan",), (short.pattern,), (4096,), (2,))
+    assert fixed[0].ladder != short.ladder
+    assert case_from_json(short.as_json()) == short

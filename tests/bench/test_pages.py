@@ -1,18 +1,23 @@
 """The pages: from trials of known figures, through the real tables and pictures, to Markdown and HTML."""
 
+import io
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+import ringspan as rs
 from ringspan.bench import report
 from ringspan.bench.cases import Case
 from ringspan.bench.ladder import run_cases
 from ringspan.bench.results_page import make_results_page, write_results
 from ringspan.bench.store import Store
 from ringspan.bench.suites import QUICK_SCALE, results_parts
+from ringspan.bench.summaries import summarize
+from ringspan.bench.tables import idle_rings, terminal_tables
 from ringspan.bench.trials import Limits, Trial
-from ringspan.evidence.pages import Page, Table
+from ringspan.evidence.pages import Page, Picture, Table, rich_table
 from tests.bench.examples import ROOMY, case, measured
 
 
@@ -31,7 +36,8 @@ def test_the_report_of_a_run(tmp_path: Path) -> None:
     page = report.make_page(trials, "ringspan bench")
     assert page.sentence == (
         "256 tokens (64x1,256x4, causal, 2 heads of 16, float32), forward and backward, in 2.00 s on 2 processes, "
-        "2.00 times the speed of one process, with 1 MiB on the largest rank."
+        "2.00 times the speed of one process, with 1 MiB on the largest rank. A token reaches all 256 tokens; segments "
+        "of 256 cross ranks."
     )
     speed = cells_of(page, "Speed")
     assert speed[2] == [
@@ -61,6 +67,71 @@ def test_a_report_of_failures_only() -> None:
     ]
 
 
+def disturbed_report(*, rounds: int, disturbed: int) -> Page:
+    """One process and two, so many rounds; others kept half a core busy in the first ones, which took twice as long."""
+    trials = [
+        measured(case(ranks=ranks), number, (8.0 if number <= disturbed else 4.0) / ranks, foreign=0.5)
+        if number <= disturbed
+        else measured(case(ranks=ranks), number, 4.0 / ranks)
+        for ranks in (1, 2)
+        for number in range(1, rounds + 1)
+    ]
+    return report.make_page(trials, "ringspan bench")
+
+
+def test_what_was_disturbed_is_never_headlined_and_marked_wherever_it_is_shown(tmp_path: Path) -> None:
+    page = disturbed_report(rounds=3, disturbed=3)
+    assert " s on 2 processes" not in page.sentence
+    assert "times the speed" not in page.sentence
+    assert "Other programs disturbed every trial, so no time is given: repeat on a quiet machine." in page.sentence
+    for row in cells_of(page, "Speed")[1:]:
+        times = [*row[4:8], *filter(None, row[8:9])]
+        assert all(cell.endswith("†") for cell in times), row
+        assert row[-1] == "3 (3 disturbed)"
+    assert cells_of(page, "Longest length")[1][4].endswith("†")
+    (throughput,) = [part for part in page.parts if isinstance(part, Picture) and part.name == "throughput"]
+    labels = throughput.figure.axes[0].get_legend_handles_labels()[1]
+    assert labels.count("disturbed by other programs") == 1
+    assert "†" in report.write_report(page, {}, tmp_path)["html"].read_text()
+    trials = [measured(case(ranks=ranks), 1, 8.0, foreign=0.5) for ranks in (1, 2)]
+    (terminal,) = terminal_tables(summarize(trials))
+    assert all(cell.endswith("†") for cell in terminal.rows[2][3:7])
+
+
+def test_a_disturbed_round_does_not_count_where_there_are_others() -> None:
+    page = disturbed_report(rounds=3, disturbed=1)
+    assert "in 2.00 s on 2 processes, 2.00 times the speed of one process" in page.sentence
+    one, two = cells_of(page, "Speed")[1:]
+    assert (one[6], two[6]) == ("4.00 s (4.00 - 4.00)", "2.00 s (2.00 - 2.00)")
+    assert (two[8], two[-1]) == ("2.00 x (2.00 - 2.00)", "3 (1 disturbed)")
+    (throughput,) = [part for part in page.parts if isinstance(part, Picture) and part.name == "throughput"]
+    assert "disturbed by other programs" not in throughput.figure.axes[0].get_legend_handles_labels()[1]
+
+
+def test_a_speed_up_without_a_round_that_both_ran_undisturbed_is_not_headlined() -> None:
+    trials = [
+        measured(case(ranks=1), 1, 9.0, foreign=0.5),
+        measured(case(ranks=1), 2, 4.0),
+        measured(case(ranks=2), 1, 2.0),
+        measured(case(ranks=2), 2, 3.0, foreign=0.5),
+    ]
+    page = report.make_page(trials, "ringspan bench")
+    assert "in 2.00 s on 2 processes, with" in page.sentence
+    assert "Other programs disturbed every round, so no speed-up is given" in page.sentence
+    assert cells_of(page, "Speed")[2][8].endswith("†")
+
+
+def test_a_ring_that_sends_nothing_is_named() -> None:
+    short = replace(case(tokens=1024, ranks=2), pattern=rs.Dilated((64, 256), (1, 4)))
+    page = report.make_page([replace(measured(short), sent_bytes=(0, 0))], "ringspan bench")
+    assert "nothing sent by the busiest. No segment crosses ranks, so nothing is sent" in page.sentence
+    assert cells_of(page, "Reach, and what is sent")[1] == [
+        "64x1,256x4", "1,024", "2", "contiguous", "256", "none", "nothing", "0.0 MiB"
+    ]  # fmt: skip
+    (sentence,) = idle_rings(summarize([measured(short)]))
+    assert sentence.startswith("1,024 tokens on 2 ranks: No segment crosses ranks")
+
+
 @pytest.fixture(scope="module")
 def suite(tmp_path_factory: pytest.TempPathFactory) -> tuple[Page, Path]:
     """The results suite with known figures: time and memory go with tokens / ranks; masks run out of memory."""
@@ -69,7 +140,8 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> tuple[Page, Path]:
         if what.implementation == "sdpa_mask":
             return Trial(what, number, "out of memory", limits, "rank 0 needed more")
         share = what.tokens / what.ranks
-        return replace(measured(what, number, share / 100, peak=int(share * 2**14)), limits=limits)
+        found = measured(what, number, share / 100, peak=int(share * 2**14))
+        return replace(found, limits=limits, sent_bytes=(3 * 2**20,) * what.ranks if what.ranks > 1 else ())
 
     root = tmp_path_factory.mktemp("suite")
     store = Store(root / "trials.jsonl", threads=1)
@@ -106,10 +178,18 @@ def test_the_results_page_says_what_was_measured(suite: tuple[Page, Path]) -> No
     ours = [row for row in two if row[:3] == ["512", "dilated", "ringspan"]]
     assert ours[0][7:10] == ["5.12 s", "2.56 s", "2.00 x"]
     long = cells_of(page, "4,096 tokens")
-    assert [row[:2] + row[4:7] for row in long[1:]] == [
-        ["float32", "1", "41.0 s", "100", ""],
-        ["float32", "2", "20.5 s", "200", "2.00 x"],
+    assert [row[:2] + row[4:8] for row in long[1:]] == [
+        ["float32", "1", "41.0 s", "100", "", ""],
+        ["float32", "2", "20.5 s", "200", "2.00 x", "3.0 MiB"],
     ]
+    assert page.sentence.startswith(
+        "4,096 tokens (64x1,256x4,1024x16,4096x64, causal), forward and backward, in 20.5 s on 2 processes, 2.00 times "
+        "the speed of one process, with 32 MiB on the largest rank and 3.0 MiB sent by the busiest. A token reaches "
+        "all 4,096 tokens; segments of 4,096 cross ranks. Every figure below"
+    )
+    setting = {row[0]: row[1] for row in cells_of(page, "How it was measured")}
+    assert "256 tokens 64x1,256x4; 512 tokens 64x1,256x4,512x8" in setting["dilated"]
+    assert setting["measured"].startswith("dilated: ")
     one = cells_of(page, "Forward and backward at 512 tokens")
     assert ["dilated", "1", "torch SDPA with a mask", "out of memory"] in [row[:4] for row in one]
 
@@ -119,3 +199,11 @@ def test_parts_share_their_trials(suite: tuple[Page, Path]) -> None:
     store = Store(suite[1] / "trials.jsonl", threads=1)
     lines = (suite[1] / "trials.jsonl").read_text().splitlines()
     assert len(lines) == len(store)
+
+
+def test_what_is_missing_is_shown_with_its_extra() -> None:
+    remedy = "ring_attention_pytorch is not installed: pip install 'ringspan[peers]'"
+    table = Table("missing", [["reason"], [remedy]])
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(rich_table(table))
+    assert remedy in console.export_text()

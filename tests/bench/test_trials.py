@@ -9,7 +9,7 @@ import pytest
 
 import ringspan as rs
 from ringspan.bench.cases import case_from_json
-from ringspan.bench.forecast import OVERHEAD_BYTES, planned_bytes
+from ringspan.bench.forecast import OVERHEAD_BYTES, plan_of, planned_bytes
 from ringspan.bench.trials import Limits, Trial, run_trial, trial_from_json
 from tests.bench.examples import ROOMY, SMALL, case
 
@@ -17,13 +17,17 @@ SLOW = replace(SMALL, tokens=2**19, ranks=2, heads=4, pattern=rs.Full())  # many
 
 
 def test_two_ranks_are_measured_and_need_what_the_plan_says() -> None:
-    trial = run_trial(replace(case(tokens=8192, ranks=2), heads=8, dim=64), 1, ROOMY)
+    spanning = replace(case(tokens=8192, ranks=2), pattern=rs.Dilated.spanning(8192), heads=8, dim=64)
+    trial = run_trial(spanning, 1, ROOMY)
     assert trial.outcome == "measured", trial.reason
     assert trial.forward_seconds > 0
     assert trial.backward_seconds > 0
     assert trial.wall_seconds > trial.total_seconds
     for peak, planned in zip(trial.peak_bytes, planned_bytes(trial.case), strict=True):
         assert 0.9 * planned < peak < planned + OVERHEAD_BYTES
+    plan = plan_of(trial.case)
+    sent = [plan.bytes_sent(rank) + plan.bytes_sent(rank, backward=True) for rank in range(2)]
+    assert list(trial.sent_bytes) == sent
 
 
 def test_a_simulated_ring_tells_the_peak_of_each_rank() -> None:
@@ -45,7 +49,6 @@ def test_running_out_of_memory_is_a_result() -> None:
 def test_running_out_of_time_is_a_result() -> None:
     trial = run_trial(SLOW, 1, replace(ROOMY, seconds=1.0))
     assert (trial.outcome, trial.reason) == ("out of time", "no result within 1 s")
-    assert trial.wall_seconds < 10
 
 
 def test_a_rank_that_raises_is_a_result() -> None:
@@ -60,7 +63,7 @@ def test_a_rank_that_is_killed_is_a_result() -> None:
     thread.start()
     victim = _busy_child(seconds=2.0)
     victim.kill()
-    thread.join(timeout=30)
+    thread.join()
     assert found[0].outcome == "crashed"
     assert found[0].reason.endswith("died with exit code -9")
     assert not _ranks()
@@ -73,7 +76,7 @@ def _ranks() -> list[psutil.Process]:
 
 def _busy_child(seconds: float) -> psutil.Process:
     """A rank that has been busy for so long."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         for child in _ranks():
             if child.cpu_times().user > seconds:

@@ -24,7 +24,6 @@ def ringspan(*arguments: str, ranks: int = 0, text: bytes = b"") -> subprocess.C
         input=text,
         capture_output=True,
         check=False,
-        timeout=100,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
 

@@ -17,6 +17,10 @@ from ringspan.cli.app import app
         ("bench --suite everything", ["must be results"]),
         ("bench --quick", ["say which, such as --suite results"]),
         ("bench --suite results --tokens 4k", ["leave out --tokens, or --suite"]),
+        ("bench --tokens 128 --ranks 1 --out /proc/nowhere", ["--out", "/proc/nowhere: must be a folder that can be"]),
+        ("bench --suite results --quick --out /proc/nowhere", ["--out", "/proc/nowhere: must be a folder that can"]),
+        ("bench hilbert --quick --out /proc/nowhere", ["--out", "/proc/nowhere: must be a folder that can be written"]),
+        ("stream --tokens 1k --out /proc/nowhere", ["--out", "/proc/nowhere: must be a folder that can be written"]),
         ("evaluate /no/such/run", ["settings.json"]),
         ("plan --tokens many", ["--tokens", "'many': must be a whole number"]),
         ("plan --ranks 0", ["--ranks", "'0': must be a whole number of at least 1"]),
@@ -36,6 +40,7 @@ from ringspan.cli.app import app
         ("verify --layout round", ["'round'"]),
         ("verify --dtype int8", ["float64"]),
         ("verify --ranks two", ["whole number"]),
+        (f"verify --into {__file__}", ["--into", "needs one line '<!-- ringspan verify -->'"]),
     ],
 )
 def test_bad_values_are_refused_with_the_way_out(command: str, words: list[str]) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from typer.testing import CliRunner
 
 from ringspan.cli.app import app
@@ -16,15 +19,15 @@ from ringspan.cli.app import app
 SMALL = ("--model", "nano", "--segment-lengths", "32,256", "--dilation-rates", "1,4", "--tokens", "512", "--steps", "3")
 
 
-def ringspan(*arguments: str, ranks: int = 0) -> subprocess.CompletedProcess[str]:
+def ringspan(*arguments: str, ranks: int = 0, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}"] if ranks else []
     return subprocess.run(
         [sys.executable, *launcher, "-m", "ringspan", *arguments],
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=cwd,
     )
 
 
@@ -48,8 +51,104 @@ def test_two_ranks_train_resume_and_are_evaluated(tmp_path: Path) -> None:
     assert evaluate(run, "--contexts", "512,1k", "--step", "3", "--no-branches")["scores"] != found["scores"]
 
 
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with books and a picture, in which `ringspan train books` has run; ``trained`` is what it printed."""
+    home = tmp_path_factory.mktemp("home")
+    (home / "books/.git").mkdir(parents=True)
+    (home / "books/.git/HEAD").write_text("hidden")
+    (home / "books/[one].txt").write_text("The quick brown fox jumps over the lazy dog. " * 400)
+    (home / "books/picture.png").write_bytes(bytes(range(256)) * 400)
+    done = ringspan("train", "books", *SMALL, cwd=home)
+    assert done.returncode == 0, done.stderr
+    (home / "trained").write_text(done.stdout)
+    return home
+
+
+def test_training_on_a_folder_lists_what_is_read_and_what_is_not(home: Path) -> None:
+    said = (home / "trained").read_text()
+    assert f"Text: 1 file(s), 18,000 bytes: [one].txt in {home}/books" in said
+    assert f"Skipped: 1 binary or not UTF-8 (picture.png in {home}/books); 1 hidden (.git in {home}/books)" in said
+    record = json.loads((home / "ringspan-run/data.json").read_text())
+    assert [Path(file["path"]).name for file in record["files"]] == ["[one].txt"]
+    assert {Path(file["path"]).name: file["reason"] for file in record["skipped"]} == {
+        "picture.png": "binary or not UTF-8",
+        ".git": "hidden",
+    }
+
+
+def test_evaluate_just_works_after_train_from_any_folder(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(home)
+    here = CliRunner().invoke(app, ["evaluate"])
+    assert here.exit_code == 0, here.output
+    assert "900 bytes of it are held out." in here.output
+    monkeypatch.chdir(tmp_path)
+    found = evaluate(home / "ringspan-run")
+    assert found["scores"][-1]["context"] == 451  # training's 512 would leave no room for several windows
+    assert found["windows"] > 1
+    assert all(row["standard_error"] > 0 for row in found["scores"][1:])
+    read = found["windows"] * sum(row["context"] for row in found["scores"] + found["branches"])
+    assert found["windows"] == 4 or read <= 3 * 512  # no more than in training, or the fewest windows
+    (home / "books/later.txt").write_text("came later")
+    assert evaluate(home / "ringspan-run") == found
+    resumed = ringspan("train", "--config", f"{home}/ringspan-run/settings.json", "--steps", "4", "--resume", "auto")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "Text: 1 file(s), 18,000 bytes" in resumed.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--contexts 512,64k", "--contexts: 65536: the held-out text has 900 bytes, .* give at most 899"),
+        ("--contexts 20", "--contexts: 20: must be at least 56, the number of bytes that are scored"),
+        ("--windows 50", "--windows: 50: the held-out text has room for 9 such windows; give fewer, shorter"),
+        ("--scored 900", "--windows: 1: the held-out text has room for 0 such windows"),
+        ("--scored 0", "--scored"),
+    ],
+)
+def test_what_evaluate_cannot_do_names_the_flag(home: Path, flags: str, words: str) -> None:
+    command = ["evaluate", str(home / "ringspan-run"), *flags.split()]
+    result = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
+    assert result.exit_code == 2, result.output
+    assert re.search(words, " ".join(result.stderr.replace("│", " ").split()))
+
+
+def test_a_model_that_the_run_has_left_behind_is_refused_whatever_the_times_of_its_files(
+    home: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(home / "ringspan-run", tmp_path / "copy", copy_function=shutil.copyfile)
+    (*_, last) = sorted((run / "checkpoints").iterdir())
+    os.utime(last, (2**31, 2**31))  # a copy may be in any order
+    found = evaluate(run, "--no-branches")
+    last.rename(run / "checkpoints/step-00000099")
+    os.utime(run / "checkpoints/step-00000099", (0, 0))
+    result = CliRunner().invoke(app, ["evaluate", str(run)], env={"COLUMNS": "300"})
+    assert result.exit_code == 2
+    assert "went on after its model was written: say --step 99" in " ".join(result.stderr.split())
+    (run / "model/steps.txt").unlink()
+    result = CliRunner().invoke(app, ["evaluate", str(run)], env={"COLUMNS": "300"})
+    assert "has not written its model yet: say --step 99" in " ".join(result.stderr.split())
+    assert found["scores"]
+
+
+def test_text_that_has_changed_is_refused(home: Path) -> None:
+    book = home / "books/[one].txt"
+    text = book.read_text()
+    book.write_text("Another text, of another length.")
+    try:
+        result = CliRunner().invoke(app, ["evaluate", str(home / "ringspan-run")], env={"COLUMNS": "300"})
+        again = ringspan("train", "--config", f"{home}/ringspan-run/settings.json", "--steps", "9", "--resume", "auto")
+    finally:
+        book.write_text(text)
+    assert (result.exit_code, again.returncode) == (2, 2)
+    for said in (result.stderr, again.stderr):
+        assert "has changed since the run in" in " ".join(said.replace("│", " ").split())
+
+
 def evaluate(run: Path, *flags: str) -> Any:
-    result = CliRunner().invoke(app, ["evaluate", str(run), "--windows", "2", *flags, "--json"])
+    result = CliRunner().invoke(app, ["evaluate", str(run), *flags, "--json"])
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
 
@@ -59,4 +158,16 @@ def test_a_dry_run_says_what_is_needed_and_trains_nothing(tmp_path: Path) -> Non
     found = json.loads(done.stdout)
     assert found["ranks"] == 2
     assert found["bytes"]["total"] == sum(count for name, count in found["bytes"].items() if name != "total")
+    assert found["pattern"] == "512x1,8192x16,262144x512"
+    assert (found["tokens"], found["steps"], found["model"]["width"]) == (262144, 20, 64)
+    assert found["seconds"]["run"] == 20 * found["seconds"]["step"] > 0
     assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_reads_well() -> None:
+    said = " ".join(ringspan("train", "--dry-run", "--tokens", "512", "--steps", "10").stdout.split())
+    assert "Model: 139,584 parameters; 2 layers of width 64" in said
+    assert "Pattern: 1024x1,4096x4,16384x16, causal" in said
+    assert "Run: 10 steps of 512 tokens x 1 x 1 (batch x accumulate) on 1 rank(s)" in said
+    assert re.search(r"Time: about \S+ s a step, \S+ s in all. An estimate:", said)
+    assert "activations" in said

@@ -11,14 +11,16 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
+pytestmark = pytest.mark.timeout(900)
 SMALL = ["--pattern", "128x1,1024x8", "--tokens", "4k"]
 ROOT = Path(__file__).parent.parent.parent
 
 
 def ringspan(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "ringspan", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=cwd, check=False)
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False)
 
 
 def test_json_is_all_there_is_on_stdout(tmp_path: Path) -> None:
@@ -29,7 +31,20 @@ def test_json_is_all_there_is_on_stdout(tmp_path: Path) -> None:
     assert set(found["answers"]) == {"1", "2"}
     assert json.loads((tmp_path / "verify.json").read_text()) == found
     assert "<h1>" in (tmp_path / "verify.html").read_text()
-    assert (done.returncode == 0) == ("FAILS" not in checks.values())
+    assert done.returncode == found["status"] == (1 if "FAILS" in checks.values() else 0)
+    # The report names what was run: the pattern itself at its length, and its own rates in shorter segments.
+    assert "up to 4,100 tokens" in found["sentence"]
+    text = (tmp_path / "verify.md").read_text()
+    assert "128x1 1024x8 itself is run at 4,100 tokens" in text
+    assert "| 128x1 1024x8, 4,096 tokens, 4 heads x 64, float32 |" in text
+    assert "x4" not in text
+
+
+def test_a_ring_that_was_not_examined_is_not_proven(tmp_path: Path) -> None:
+    done = ringspan("verify", *SMALL, "--ranks", "1", "--out", str(tmp_path))
+    assert done.returncode == 3
+    assert "Not proven" in done.stdout
+    assert "The ring is real" not in done.stdout
 
 
 def test_a_faulty_ring_ends_with_status_1_and_its_name(tmp_path: Path) -> None:
@@ -43,7 +58,7 @@ def test_a_faulty_ring_ends_with_status_1_and_its_name(tmp_path: Path) -> None:
 def test_it_examines_the_group_that_torchrun_started(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "ringspan"]
     command += ["verify", *SMALL, "--json", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=ROOT, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     found = json.loads(done.stdout)
     assert "torchrun" in found["where"]
     verdicts = {check["name"]: check["verdict"] for check in found["checks"]}
@@ -54,14 +69,14 @@ def test_an_interrupt_ends_it_cleanly(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ringspan", "verify", "--ranks", "2", "--out", str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     family = psutil.Process(process.pid)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not family.children() and time.monotonic() < deadline:
         time.sleep(0.05)
     children = family.children(recursive=True)
     assert children
     os.kill(process.pid, signal.SIGINT)
-    output, errors = process.communicate(timeout=30)
+    output, errors = process.communicate()
     assert process.returncode == 130
     assert "Traceback" not in output + errors
-    _, alive = psutil.wait_procs(children, timeout=10)
+    _, alive = psutil.wait_procs(children, timeout=300)
     assert not alive

@@ -109,6 +109,18 @@ def a_sharded_cache_is_spread_evenly_once_segments_have_passed() -> None:
     assert most == 2 * -(-48 // ring.size)  # both branches are full at the end of a long segment
 
 
+def transposed_prompts_fill_gathered_and_sharded_caches() -> None:
+    pattern = rs.Dilated((8, 32), (1, 4))
+    q, k, v = (x.detach() for x in inputs(1, 40, 2, 2, 4))
+    wanted, _ = dense_attention(q, k, v, pattern=pattern, causal=True)
+    for ring in (rs.Ring(), rs.Ring(layout="contiguous")):
+        mine = [ring.split_sequence(x[:, :30]).transpose(1, 3).contiguous().transpose(1, 3) for x in (q, k, v)]
+        for sharded in (False, True):
+            cache = rs.Cache(pattern, kv_heads=2, dim=4, dtype=q.dtype, ring=ring if sharded else None)
+            rs.attention_prefill(*mine, cache, ring=ring)
+            close(rs.attention_step(*(x[:, 30:] for x in (q, k, v)), cache), wanted[:, 30:])
+
+
 def bytes_of_lower_precision_travel_whole() -> None:
     ring = rs.Ring()
     pattern = rs.Dilated((16, 64), (1, 4))
@@ -154,11 +166,33 @@ def misuse_is_named() -> None:
         rs.attention_prefill(mine, mine, mine, sharded, ring=ring)
 
 
+def different_prompts_are_named_before_anything_is_sent() -> None:
+    ring, other_rank = rs.Ring(), dist.get_rank() > 0
+    mine = ring.split_sequence(torch.randn(1, 40, 2, 4))
+
+    def prefill(pattern: rs.Pattern, *, q: Tensor = mine, batch: int = 1, **options: Any) -> None:
+        cache = rs.Cache(pattern, kv_heads=2, dim=4, batch=batch)
+        rs.attention_prefill(q, mine, mine, cache, ring=ring, **options)
+
+    pattern = rs.Dilated((8, 32), (1, 4))
+    with pytest.raises(rs.RingError, match=r"ranks disagree on pattern: dilated 8x1 32x4 .* on rank 0; dilated 8x1 3"):
+        prefill(rs.Dilated((8, 32), (1, 2)) if other_rank else pattern)
+    with pytest.raises(rs.RingError, match=r"ranks disagree on lengths: \(11, 29\) on rank 0; \(10, 30\) on rank"):
+        prefill(pattern, batch=2, lengths=(10, 30) if other_rank else (11, 29))
+    with pytest.raises(rs.RingError, match=r"ranks disagree on scale: 2.0 on rank 0; 1.0 on rank"):
+        prefill(pattern, scale=1.0 if other_rank else 2.0)
+    with pytest.raises(rs.RingError, match=r"ranks disagree on batch, heads, kv_heads, dim: \[1, 2, 2, 4\] on rank 0"):
+        prefill(pattern, q=mine.repeat(1, 1, 2, 1) if other_rank else mine)
+    prefill(pattern, batch=400, lengths=(40, *[0] * 399))  # however many prompts there are
+
+
 TASKS = [
     "prompts_over_the_ring_then_steps",
     "prompts_of_different_lengths",
     "a_sharded_cache_is_spread_evenly_once_segments_have_passed",
+    "transposed_prompts_fill_gathered_and_sharded_caches",
     "bytes_of_lower_precision_travel_whole",
     "a_model_writes_the_same_over_the_ring_as_alone",
     "misuse_is_named",
+    "different_prompts_are_named_before_anything_is_sent",
 ]

@@ -15,7 +15,7 @@ from tests.rank_tasks import run_tasks
 
 @lru_cache
 def failures(size: int) -> list[dict[str, str]]:
-    return run_local_ranks(size, run_tasks, tasks.__name__, tasks.TASKS, timeout_seconds=110)
+    return run_local_ranks(size, run_tasks, tasks.__name__, tasks.TASKS)
 
 
 @pytest.mark.parametrize("task", tasks.TASKS)
@@ -40,3 +40,14 @@ def test_a_simulated_ring_reads_a_prompt_too(lengths: tuple[int, ...] | None) ->
     x = torch.randn(3, texts, 1, 4, 4, dtype=q.dtype)
     rows = (x[0], x[1][:, :, :2], x[2][:, :, :2])
     assert torch.equal(rs.attention_step(*rows, cache), rs.attention_step(*rows, again))
+
+
+def test_a_prompt_of_transposed_tensors_fills_the_cache_with_its_own_rows() -> None:
+    pattern = rs.Dilated((8, 32), (1, 4))
+    q, k, v = (x.detach() for x in inputs(1, 40, 2, 2, 4))
+    transposed = [x.transpose(1, 3).contiguous().transpose(1, 3) for x in (q, k, v)]
+    cache = rs.Cache(pattern, kv_heads=2, dim=4, dtype=q.dtype)
+    rs.attention_prefill(*(x[:, :30] for x in transposed), cache, ring=rs.SimulatedRing(2))
+    wanted, _ = dense_attention(q, k, v, pattern=pattern, causal=True)
+    found = rs.attention_step(*(x[:, 30:] for x in (q, k, v)), cache)
+    torch.testing.assert_close(found, wanted[:, 30:], rtol=0, atol=1e-12)

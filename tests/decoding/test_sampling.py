@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -59,6 +61,27 @@ def test_a_seed_decides() -> None:
 def test_bad_settings_are_refused(settings: dict[str, float], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         Sampler(**settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (dict(temperature="1"), "temperature='1': must be a number"),
+        (dict(top_p=True), "top_p=True: must be a number"),
+        (dict(top_k=2.5), "top_k=2.5: must be an int"),
+        (dict(seed="a"), "seed='a': must be an int"),
+    ],
+)
+def test_settings_of_another_kind_are_named(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(TypeError, match=reason):
+        Sampler(**settings)
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("logits", [torch.ones(4), torch.ones(2, 3, 4), torch.ones(2, 0), [[1.0, 2.0]]])
+def test_logits_of_another_shape_are_refused(logits: Any, temperature: float) -> None:
+    with pytest.raises(ValueError, match=r"logits are .*: must be a tensor \(batch, vocabulary\)"):
+        Sampler(temperature=temperature)(logits)
 
 
 def test_logits_that_are_no_numbers_are_refused() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -11,9 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import ringspan as rs
+from ringspan.decoding.cache import BranchRows
 from ringspan.oracle import dense_attention
 from tests.exactness import inputs
-from tests.strategies import dilated, held_heads, patterns
+from tests.strategies import dilated, held_heads, patterns, scales
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*selects row")
 
@@ -46,8 +50,9 @@ def test_any_blocks_equal_the_oracle(data: st.DataObject) -> None:
         tensors = inputs(batch, sum(sizes), kv_heads, group, 4)
         cache = cache_for(pattern, tensors[1])
         kernel = data.draw(st.sampled_from([None, "reference"]))
-        out, lse = in_blocks(tensors, cache, sizes, kernel=kernel)
-        wanted, wanted_lse = dense_attention(*tensors, pattern=pattern, causal=True)
+        scale = data.draw(scales())
+        out, lse = in_blocks(tensors, cache, sizes, kernel=kernel, scale=scale)
+        wanted, wanted_lse = dense_attention(*tensors, pattern=pattern, causal=True, scale=scale)
     close(out, wanted)
     close(lse, wanted_lse)
     assert cache.lengths == (sum(sizes),) * batch
@@ -130,6 +135,21 @@ def test_lower_precision(dtype: torch.dtype, tolerance: float) -> None:
     assert (out.double() - wanted).abs().max() < tolerance
 
 
+@pytest.mark.parametrize("before", [0, 1, 6, 20])
+@pytest.mark.parametrize("block", [1, 3])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_nan_in_a_new_row_is_visible(before: int, block: int, name: str) -> None:
+    pattern = rs.Dilated((4, 16), (1, 2))
+    tensors = dict(zip("qkv", torch.randn(3, 1, before + block, 2, 8).unbind(), strict=True))
+    tensors[name][:, -1, :, 2] = torch.nan
+    cache = rs.Cache(pattern, batch=1, kv_heads=2, dim=8)
+    if before:
+        rs.attention_step(*(x[:, :before] for x in tensors.values()), cache)
+    out, lse = rs.attention_step(*(x[:, before:] for x in tensors.values()), cache, return_lse=True)
+    assert out[:, -1].isnan().any(-1).all()
+    assert name == "v" or lse[..., -1].isnan().all()
+
+
 def test_sequences_can_be_chosen_repeated_and_dropped() -> None:
     pattern = rs.Dilated((8, 32), (1, 4))
     q, k, v = (x.detach() for x in inputs(3, 60, 2, 1, 4))
@@ -162,6 +182,70 @@ def test_views_that_are_not_dense_are_taken() -> None:
     strange = [x.transpose(1, 3).contiguous().transpose(1, 3) for x in (q, k, v)]
     out, _ = in_blocks(strange, cache_for(pattern, k), [20, *[1] * 30])
     close(out, dense_attention(q, k, v, pattern=pattern, causal=True)[0])
+
+
+def test_single_elements_of_any_stride_are_taken() -> None:
+    """Heads of one number: PyTorch calls a tensor of single elements contiguous, whatever its strides."""
+    x = torch.randn(1, 1, 1, 2)[..., ::2]
+    assert x.is_contiguous()
+    assert x.stride(-1) == 2
+    for kernel in (None, "reference"):
+        assert torch.equal(rs.attention_step(x, x, x, cache_for(rs.Full(), x), kernel=kernel), x)
+        assert torch.equal(rs.attention(x, x, x, pattern=rs.Full(), kernel=kernel), x)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_cache_whose_step_was_interrupted_is_refused(
+    rows: int, failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first branch would have the new rows, and its second not."""
+    pattern = rs.Dilated((8, 32), (1, 4))
+    q, k, v = (x.detach() for x in inputs(1, 40, 2, 1, 4))
+    cache = cache_for(pattern, k)
+    rs.attention_step(q[:, :12], k[:, :12], v[:, :12], cache)
+    calls = 0
+    make_room = BranchRows.make_room
+
+    def interrupted(self: BranchRows, wanted: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == failing:
+            raise KeyboardInterrupt
+        make_room(self, wanted)
+
+    block = [x[:, 12 : 12 + rows] for x in (q, k, v)]
+    with monkeypatch.context() as patch:
+        patch.setattr(BranchRows, "make_room", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            rs.attention_step(*block, cache)
+    for change in (lambda: rs.attention_step(*block, cache), lambda: cache.select([0])):
+        with pytest.raises(RuntimeError, match=r"the cache is incomplete: .* reset\(\) it and read the text again"):
+            change()
+    with pytest.raises(RuntimeError, match="the cache is incomplete"):
+        rs.attention_prefill(*block, cache, ring=rs.SimulatedRing(2))
+    cache.reset()
+    close(in_blocks([q, k, v], cache, [30, 10])[0], dense_attention(q, k, v, pattern=pattern, causal=True)[0])
+
+
+def test_a_copy_of_a_cache_has_rows_of_its_own() -> None:
+    pattern = rs.Dilated((8, 32), (1, 4))
+    q, k, v = (x.detach() for x in inputs(1, 40, 2, 1, 4))
+    wanted, _ = dense_attention(q, k, v, pattern=pattern, causal=True)
+    cache = cache_for(pattern, k)
+    rs.attention_step(q[:, :20], k[:, :20], v[:, :20], cache)
+    for copied in (copy.copy(cache), copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        rs.attention_step(*torch.randn(3, 1, 1, 2, 4, dtype=q.dtype), copied)
+        assert (cache.lengths, copied.lengths) == ((20,), (21,))
+    close(in_blocks([x[:, 20:] for x in (q, k, v)], cache, [1] * 20)[0], wanted[:, 20:])
+
+
+def test_a_short_block_with_many_heads_is_not_taken_for_a_transposed_one() -> None:
+    q, k, v = torch.randn(3, 1, 10, 64, 4).unbind()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rs.attention_step(q, k, v, cache_for(rs.Full(), k))
+        rs.attention_prefill(q, k, v, cache_for(rs.Full(), k), ring=rs.SimulatedRing(2))
 
 
 class TestBadInput:
@@ -213,3 +297,6 @@ class TestBadInput:
         for wrong in ([2], [], [-1]):
             with pytest.raises(ValueError, match=r"must lie in 0 \.\. 1"):
                 self.cache.select(wrong)
+        for unclear in (0, None, torch.tensor(0), torch.zeros(1, 2, dtype=torch.int64)):
+            with pytest.raises(TypeError, match="must be ints, in a sequence or a tensor with one dimension"):
+                self.cache.select(unclear)  # type: ignore[arg-type]

@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent.parent
 SCRIPT = """
 import importlib.util, torch, ringspan as rs
@@ -23,13 +21,12 @@ try:
     from ringspan.integrations.transformers import register
     register(pattern=pattern)
 except ImportError as error:
-    assert "pip install 'ringspan[transformers]'" in str(error)
+    assert "pip install -c constraints.txt -e '.[transformers]'" in str(error)
 else:
     raise AssertionError("Transformers is here")
 """
 
 
-@pytest.mark.timeout(300)
 def test_the_core_works_with_torch_alone(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
     python = str(tmp_path / "venv/bin/python")

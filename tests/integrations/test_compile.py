@@ -86,7 +86,7 @@ def compiled_and_eager_over_a_ring(run: Any) -> tuple[list[float], list[float], 
 @pytest.mark.xdist_group("processes")
 def test_models_compile_whole_and_once(run: Any, ring_size: int) -> None:
     if run is transformers_losses:
-        pytest.importorskip("transformers", reason="needs pip install 'ringspan[transformers]'")
+        pytest.importorskip("transformers", reason="needs the extra transformers")
     if ring_size:
         ranks = run_local_ranks(ring_size, compiled_and_eager_over_a_ring, run)
     else:

@@ -12,16 +12,12 @@ import pytest
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
 
-pytestmark = pytest.mark.timeout(300)  # DeepSpeed compiles its CPU communication when it is used first
-
-
 def run_example(name: str, ranks: int, *flags: str) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", str(EXAMPLES / name), *flags],
         capture_output=True,
         text=True,
         check=False,
-        timeout=250,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
@@ -38,17 +34,17 @@ def test_tensor_parallel() -> None:
 
 
 def test_transformers() -> None:
-    pytest.importorskip("transformers", reason="needs pip install 'ringspan[transformers]'")
+    pytest.importorskip("transformers", reason="needs the extra transformers")
     found = run_example("transformers_ring.py", 2, "--model", "qwen3", "--gradient-checkpointing")
     assert "loss and gradients differ from one process by" in found
 
 
 def test_trainer() -> None:
-    pytest.importorskip("transformers", reason="needs pip install 'ringspan[transformers]'")
+    pytest.importorskip("transformers", reason="needs the extra transformers")
     assert "Trainer over 2 ranks: weights differ from one process by" in run_example("transformers_trainer.py", 2)
 
 
 @pytest.mark.parametrize("stage", ["2", "3"])
 def test_deepspeed(stage: str) -> None:
-    pytest.importorskip("deepspeed", reason="needs pip install --no-build-isolation 'ringspan[deepspeed]'")
+    pytest.importorskip("deepspeed", reason="needs pip install --no-build-isolation deepspeed")
     assert "weights differ from plain training by" in run_example("deepspeed_zero.py", 2, "--stage", stage)

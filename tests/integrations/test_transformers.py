@@ -11,8 +11,9 @@ from torch import Tensor
 import ringspan as rs
 from tests.integrations.models import small_model
 
-pytest.importorskip("transformers", reason="needs pip install 'ringspan[transformers]'")
+pytest.importorskip("transformers", reason="needs the extra transformers")
 
+from ringspan.integrations.attention_mask import MaskDescription
 from ringspan.integrations.transformers import register
 
 KINDS = ("llama", "qwen3", "mistral")
@@ -69,13 +70,27 @@ def test_packed_documents_do_not_see_one_another(told_by: str) -> None:
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
 
 
+def test_packed_documents_are_told_by_the_mask_where_positions_do_not_reach_attention() -> None:
+    model = model_of("llama", "dilated")
+    documents = [torch.randint(128, (1, length)) for length in (20, 37)]
+    wanted = torch.cat([logits(model, document) for document in documents], 1)
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(
+            lambda _, args, kwargs: (args, {**kwargs, "position_ids": None}), with_kwargs=True
+        )
+    positions = torch.cat([torch.arange(20), torch.arange(37)])[None]
+    found = logits(model, torch.cat(documents, 1), position_ids=positions)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
+
+
 def test_positions_that_tell_nothing_clear_are_refused() -> None:
     model = model_of("llama", "dilated")
     gap = torch.cat([torch.arange(20), torch.arange(30, 60)])[None]
-    with pytest.raises(ValueError, match="neither run on nor begin anew at 0"):
-        logits(model, torch.randint(128, (1, 50)), position_ids=gap)
+    for _ in range(2):  # what was refused once is refused again
+        with pytest.raises(ValueError, match="neither run on nor begin anew at 0"):
+            logits(model, torch.randint(128, (1, 50)), position_ids=gap)
     uneven = torch.stack([torch.arange(50), torch.arange(50) % 25])
-    with pytest.raises(ValueError, match="neither run on nor begin anew at 0"):
+    with pytest.raises(ValueError, match="documents do not begin in the same places of all rows"):
         logits(model, torch.randint(128, (2, 50)), position_ids=uneven)
 
 
@@ -87,7 +102,7 @@ def test_no_mask_of_all_pairs_is_built() -> None:
     )
     logits(model, torch.randint(128, (1, 50)))
     logits(model, torch.randint(128, (1, 50)), attention_mask=torch.ones(1, 50, dtype=torch.int64))
-    assert seen == [None, None]
+    assert [(type(mask), mask.padding) for mask in seen] == [(MaskDescription, None)] * 2
 
 
 def test_padding_and_packing_go_together() -> None:
@@ -100,6 +115,29 @@ def test_padding_and_packing_go_together() -> None:
     torch.testing.assert_close(found[:, :43], wanted, rtol=0, atol=1e-10)
 
 
+ISOLATED = {"bert": "MaskedLM", "roberta": "MaskedLM", "opt": "CausalLM", "biogpt": "CausalLM"}
+
+
+@pytest.mark.parametrize("kind", ISOLATED)
+def test_positions_that_begin_anew_isolate_documents_where_eager_attention_does_not(kind: str) -> None:
+    import transformers
+
+    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=99)
+    sizes |= dict(ffn_dim=96, word_embed_proj_dim=64, max_position_embeddings=128)
+    tokens = torch.randint(10, 99, (1, 50))
+    positions = torch.cat([torch.arange(20), torch.arange(30)])[None]
+    apart = {}
+    for attention in ("eager", "ringspan"):
+        config = transformers.AutoConfig.for_model(kind, **sizes)
+        auto = getattr(transformers, f"AutoModelFor{ISOLATED[kind]}")
+        model = auto.from_config(config, attn_implementation=attention).double().eval()
+        parts = zip(tokens.split((20, 30), 1), positions.split((20, 30), 1), strict=True)
+        alone = torch.cat([model(part, position_ids=places).logits for part, places in parts], 1)
+        apart[attention] = (model(tokens, position_ids=positions).logits - alone).abs().max().item()
+    assert apart["ringspan"] <= 1e-12
+    assert apart["eager"] > 1e-4
+
+
 def test_positions_that_change_in_place_are_read_again() -> None:
     model = model_of("llama", "dilated")
     tokens, positions = torch.randint(128, (1, 50)), torch.arange(50)[None].clone()
@@ -107,12 +145,17 @@ def test_positions_that_change_in_place_are_read_again() -> None:
     positions.copy_(torch.cat([torch.arange(20), torch.arange(30)])[None])
     wanted = torch.cat([logits(model, part) for part in (tokens[:, :20], tokens[:, 20:])], 1)
     torch.testing.assert_close(logits(model, tokens, position_ids=positions), wanted, rtol=0, atol=1e-10)
+    with torch.inference_mode():
+        logits(model, tokens, position_ids=torch.arange(50)[None])
+    torch.testing.assert_close(logits(model, tokens, position_ids=positions), wanted, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
         (dict(attention_mask=torch.ones(1, 1, 50, 50, dtype=torch.bool)), r"attention_mask of shape \(1, 1, 50, 50\)"),
+        (dict(attention_mask=torch.ones(1, 50, 50, dtype=torch.bool)), r"attention_mask of shape \(1, 50, 50\)"),
+        (dict(output_attentions=True), "output_attentions=True: attention weights never exist here"),
         (dict(block_indices=torch.arange(3)), "block_indices: an argument of this model's attention"),
         (
             dict(attention_mask=(torch.arange(50) < 43)[None].long(), cu_seq_lens_q=torch.tensor([0, 20, 43])),
@@ -146,7 +189,15 @@ def test_encoder_decoders_are_refused() -> None:
         model(torch.randint(4, 100, (1, 20)))
 
 
-@pytest.mark.parametrize(("kind", "reason"), [("cohere", "logit_scale=0.0625"), ("phi", "a bias of the head")])
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("cohere", "logit_scale=0.0625"),
+        ("phi", "a bias of the head"),
+        ("recurrent_gemma", "logits_soft_cap=30.0"),
+        ("llama4_text", "Llama4ForCausalLM names no base model"),
+    ],
+)
 def test_heads_that_are_no_product_are_refused_by_the_sliced_loss(kind: str, reason: str) -> None:
     from ringspan.integrations.transformers import causal_lm_loss
 
@@ -158,13 +209,19 @@ def test_heads_that_are_no_product_are_refused_by_the_sliced_loss(kind: str, rea
     ("changes", "reason"),
     [
         (dict(attention_dropout=0.1), "dropout=0.1: attention weights never exist here"),
-        (dict(sliding_window=16), "a window of 16 tokens"),
+        (dict(sliding_window=49), "a window of 49 tokens over 50"),
     ],
 )
 def test_what_cannot_be_expressed_is_refused(changes: dict[str, Any], reason: str) -> None:
     model = model_of("mistral", "ringspan", **changes).train()
     with pytest.raises(ValueError, match=reason):
         logits(model, torch.randint(128, (1, 50)))
+
+
+def test_a_window_over_everything_is_none() -> None:
+    tokens = torch.randint(128, (1, 50))
+    wide = logits(model_of("mistral", "ringspan", sliding_window=50), tokens)
+    torch.testing.assert_close(wide, logits(model_of("mistral", "sdpa"), tokens), rtol=0, atol=1e-10)
 
 
 def test_decoding_with_a_cache_is_refused() -> None:

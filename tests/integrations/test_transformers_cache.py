@@ -10,7 +10,7 @@ from torch import Tensor
 
 import ringspan as rs
 
-transformers = pytest.importorskip("transformers", reason="needs pip install 'ringspan[transformers]'")
+transformers = pytest.importorskip("transformers", reason="needs the extra transformers")
 
 from ringspan.integrations.transformers import RingspanCache, register  # noqa: E402
 
@@ -93,6 +93,26 @@ def test_what_a_bounded_cache_cannot_do_is_refused() -> None:
         model(tokens[:, :1], past_key_values=cache)
 
 
+def test_a_call_that_fails_or_is_interrupted_does_not_count() -> None:
+    model, tokens, cache = model_of("llama"), torch.randint(128, (1, 20)), RingspanCache()
+    with pytest.raises(ValueError, match="a cache keeps no gradients"):
+        model(tokens, past_key_values=cache)
+    assert cache.get_seq_length() == 0
+    with torch.no_grad():
+        wanted = model(tokens, use_cache=False).logits
+        torch.testing.assert_close(model(tokens, past_key_values=cache).logits, wanted, rtol=0, atol=1e-10)
+    hook = model.model.layers[1].register_forward_pre_hook(_interrupted)
+    with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+        model(tokens[:, :1], past_key_values=cache)
+    hook.remove()
+    with torch.no_grad(), pytest.raises(ValueError, match="layer 0 has taken in 22 tokens, layer 1 comes to 21"):
+        model(tokens[:, :1], past_key_values=cache)
+
+
+def _interrupted(*args: Any) -> None:
+    raise KeyboardInterrupt
+
+
 def test_attention_that_is_not_ours_is_refused() -> None:
     """It would attend the new rows only."""
     model, tokens = model_of("llama", "sdpa"), torch.randint(128, (1, 20))
@@ -121,3 +141,16 @@ def test_packed_rows_rings_and_foreign_caches_are_refused() -> None:
     register(pattern=PATTERN, name="dilated", ring=rs.SimulatedRing(2))
     with pytest.raises(ValueError, match="a cache beside SimulatedRing"):
         written(model, tokens, RingspanCache())
+
+
+def test_layers_that_share_keys_are_refused() -> None:
+    """The cache would take the shared rows in twice."""
+    layers = dict(num_hidden_layers=4, num_kv_shared_layers=2, layer_types=["sliding_attention", "full_attention"] * 2)
+    narrow = dict(vocab_size_per_layer_input=128, hidden_size_per_layer_input=16, laurel_rank=8, altup_num_inputs=2)
+    sizes = {**SIZES, **layers, **narrow, "vocab_size": 128, "head_dim": 16, "activation_sparsity_pattern": None}
+    config = transformers.AutoConfig.for_model("gemma3n_text", **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="ringspan").eval()
+    tokens = torch.randint(128, (1, 20))
+    with torch.no_grad(), pytest.raises(ValueError, match="a layer that uses the keys of an earlier one"):
+        model(tokens, past_key_values=RingspanCache())
+    assert model(tokens, use_cache=False).logits.isfinite().all()

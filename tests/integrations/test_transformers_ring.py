@@ -15,7 +15,7 @@ from ringspan.layout import LayoutName
 from ringspan.processes import run_local_ranks
 from tests.integrations.models import small_model
 
-pytest.importorskip("transformers", reason="needs pip install 'ringspan[transformers]'")
+pytest.importorskip("transformers", reason="needs the extra transformers")
 
 from ringspan.integrations.transformers import causal_lm_loss, register, shard
 
@@ -84,17 +84,78 @@ def _loss_alone(model: Any, text: torch.Tensor, lengths: tuple[int, ...] | None)
     return total / sum(part[:, 1:].numel() for part in documents)
 
 
-def all_cases() -> list[float]:
-    return [apart(case) for case in CASES]
+def refusal(**changes: Any) -> str:
+    """What a model says to a batch that is not what `shard` supplies; None leaves an argument out."""
+    ring = rs.Ring(layout="zigzag")
+    register(pattern=PATTERN, ring=ring)
+    model, text = small_model("llama", "ringspan"), torch.zeros(1, TOKENS, dtype=torch.int64)
+    batch = {**shard(text, ring=ring), **changes}
+    try:
+        model(**{name: value for name, value in batch.items() if value is not None})
+    except (ValueError, rs.RingError) as error:
+        return str(error)
+    return "no error"
+
+
+WHOLE = torch.zeros(1, TOKENS, dtype=torch.int64)
+NOT_SHARDED: dict[str, tuple[dict[str, Any], str]] = {
+    "whole input": (
+        dict(input_ids=WHOLE, position_ids=None, seq_len=None),
+        f"{TOKENS} rows without seq_len over a ring of 2 ranks: each rank must get its own rows",
+    ),
+    "whole input and its length": (dict(input_ids=WHOLE, position_ids=None), f"holds {TOKENS} rows, but has"),
+    "no positions": (dict(position_ids=None), "position_ids are not those of this rank's rows"),
+}
+
+
+HYBRIDS: dict[str, tuple[dict[str, Any], str]] = {
+    "lfm2": (dict(layer_types=["conv", "full_attention"]), "layers of kind conv over a ring"),
+    "bamba": (
+        dict(attn_layer_indices=[1], mamba_n_heads=8, mamba_d_state=16, mamba_d_head=16, mamba_n_groups=1),
+        "layers of kind linear_attention over a ring",
+    ),
+}
+
+
+def hybrid_refusal(kind: str, changes: dict[str, Any]) -> str:
+    """What a model says whose other layers look beyond a rank's rows too."""
+    ring = rs.Ring()
+    register(pattern=PATTERN, ring=ring)
+    model, text = small_model(kind, "ringspan", **changes), torch.zeros(1, TOKENS, dtype=torch.int64)
+    try:
+        model(**shard(text, ring=ring))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def all_cases() -> tuple[list[float], list[str]]:
+    refusals = [refusal(**changes) for changes, _ in NOT_SHARDED.values()]
+    refusals += [hybrid_refusal(kind, changes) for kind, (changes, _) in HYBRIDS.items()]
+    return [apart(case) for case in CASES], refusals
 
 
 @pytest.fixture(scope="module")
-def found() -> list[list[float]]:
+def found() -> list[tuple[list[float], list[str]]]:
     return run_local_ranks(2, all_cases)
 
 
 @pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_equals_one_process(found: list[list[float]], case: Case) -> None:
-    for differences in found:
+def test_equals_one_process(found: list[tuple[list[float], list[str]]], case: Case) -> None:
+    for differences, _ in found:
         assert differences[CASES.index(case)] <= case.allowed
+
+
+@pytest.mark.xdist_group("processes")
+@pytest.mark.parametrize("batch", NOT_SHARDED)
+def test_batches_that_are_not_sharded_are_refused(found: list[tuple[list[float], list[str]]], batch: str) -> None:
+    for _, refusals in found:
+        assert NOT_SHARDED[batch][1] in refusals[list(NOT_SHARDED).index(batch)]
+
+
+@pytest.mark.xdist_group("processes")
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_recurrences_and_convolutions_are_refused(found: list[tuple[list[float], list[str]]], kind: str) -> None:
+    for _, refusals in found:
+        assert HYBRIDS[kind][1] in refusals[len(NOT_SHARDED) + list(HYBRIDS).index(kind)]

@@ -42,6 +42,41 @@ def test_exact_in_fp64(kernel: Kernel, shape: tuple[int, ...], causal: bool) -> 
 
 
 @pytest.mark.parametrize("kernel", RUNNABLE, ids=lambda k: k.name)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("scale", [-0.5, -0.0, 0.0, 1e-50, -1e-320])
+def test_scales_that_are_not_positive(kernel: Kernel, scale: float, causal: bool) -> None:
+    """PyTorch's CPU operator multiplies the -inf of its causal mask by the scale."""
+    q, k, v, grad = operands((2, 3, 64, 64, 8), torch.float64)
+    wanted = by_autograd(q, k, v, grad, causal, scale)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        tolerance = 1e-12 if dtype == torch.float64 else 16 * torch.finfo(dtype).eps
+        low = [x.to(dtype) for x in (q, k, v, grad)]
+        out, lse = kernel.forward(*low[:3], causal, scale)
+        shares = kernel.backward(low[3], *low[:3], out, lse, causal, scale, (True, True, True))
+        for found, right in zip((out, lse, *shares), wanted, strict=True):
+            assert found is not None
+            torch.testing.assert_close(found.double(), right, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("kernel", RUNNABLE, ids=lambda k: k.name)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("keys", [1, 2, 4, 7, 8, 9, 15, 16, 33, 65, 513])
+def test_nan_is_visible_in_every_row_that_sees_it(kernel: Kernel, dtype: torch.dtype, keys: int) -> None:
+    """PyTorch's CPU operator takes a row of NaN scores for a masked row where keys do not fill a vector register."""
+    for causal in (False, True):
+        for i, name in enumerate("qkv"):
+            for place in {0, keys // 2, keys - 1}:
+                tensors = operands((2, 2, keys, keys, 8), dtype)[:3]
+                tensors[i][1, 1, place, 3] = torch.nan
+                out, lse = kernel.forward(*tensors, causal, 0.3)
+                rows = torch.arange(keys)
+                sees = rows == place if name == "q" else rows >= place if causal else rows >= 0
+                assert out[1, 1][sees].isnan().any(-1).all(), (causal, name, place)
+                assert name == "v" or torch.equal(lse[1, 1].isnan(), sees), (causal, name, place)
+                assert out[0].isfinite().all()
+
+
+@pytest.mark.parametrize("kernel", RUNNABLE, ids=lambda k: k.name)
 def test_shares_of_split_keys_add_up(kernel: Kernel) -> None:
     """With the global out and lse, the backward of each part is that part's exact share."""
     q, k, v, grad = operands((2, 2, 20, 50, 8), torch.float64)

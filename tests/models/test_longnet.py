@@ -53,6 +53,14 @@ def test_a_simulated_ring_changes_nothing(size: int) -> None:
     assert ring.item() == pytest.approx(alone.item(), abs=1e-12)
 
 
+def test_a_length_without_its_ring_is_refused() -> None:
+    model, tokens = LongNet(LongNetConfig.named("nano")), torch.zeros(1, 50, dtype=torch.int64)
+    for call in (model, lambda x, **options: model.loss(x, x, **options)):
+        with pytest.raises(ValueError, match="seq_len=100, but there are 50 rows: without a ring they are the same"):
+            call(tokens, seq_len=100)
+    assert model(tokens, seq_len=50).shape == (1, 50, 64)
+
+
 def test_layers_that_are_computed_again_give_the_same_gradients_and_attend_once() -> None:
     model, tokens = LongNet(NANO).double(), text()
     model.loss(tokens, tokens).backward()
@@ -64,6 +72,14 @@ def test_layers_that_are_computed_again_give_the_same_gradients_and_attend_once(
     assert mode.calls == {"ringspan::attention": NANO.layers, "ringspan::attention_backward": NANO.layers}
     for name, grad in gradients(model).items():
         torch.testing.assert_close(grad, kept[name], rtol=0, atol=1e-12)
+
+
+def test_nan_weights_give_a_nan_loss() -> None:
+    model = LongNet(NANO)
+    torch.nn.init.constant_(model.get_parameter("layers.0.attention.queries.weight"), torch.nan)
+    for rows in (1, 2, 5, 100):
+        tokens = text(rows)
+        assert model.loss(tokens, tokens).isnan()
 
 
 def test_every_second_layer_is_shifted() -> None:

@@ -40,7 +40,23 @@ def test_lower_precision_keeps_its_dtype() -> None:
     assert rs.nn.GridRotary((4, 4), 8)(x).dtype == torch.bfloat16
 
 
+def test_compiles_whole() -> None:
+    rotary, order = rs.nn.GridRotary((4, 6), 8), rs.Hilbert((4, 6))
+    x, coordinates = torch.randn(1, 24, 2, 8), order.coordinates
+    compiled = torch.compile(rotary, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), rotary(x))
+    assert torch.equal(compiled(x, coordinates), rotary(x, coordinates))
+
+
 def test_bad_sizes_are_named() -> None:
+    for base in (0, -2.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"base={base}: must be positive and finite"):
+            rs.nn.GridRotary((4, 4), 8, base=base)
+    for wrong in (torch.ones(1, 16, 8), torch.ones(1, 16, 1, 8, dtype=torch.int64)):
+        with pytest.raises(ValueError, match=r"must be floating-point numbers \(batch, rows, heads, dim\)"):
+            rs.nn.GridRotary((4, 4), 8)(wrong)
+    with pytest.raises(TypeError, match="shape=4: must be a sequence of ints"):
+        rs.nn.GridRotary(4, 8)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="dim=5: must be even and at least 4"):
         rs.nn.GridRotary((4, 4), 5)
     with pytest.raises(ValueError, match="dim=4: must be even and at least 6, a pair of numbers for each of 3 axes"):

@@ -1,6 +1,11 @@
 """Orders as users hold them: permutations, inverses, gradients; grids, folded segments and points."""
 
+import copy
+import gc
 import math
+import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -113,6 +118,64 @@ def test_far_points_are_scaled() -> None:
     assert rs.Hilbert.from_points(far).permutation.tolist()[0] == 0
 
 
+@pytest.mark.parametrize("grid", GRIDS)
+@given(st.data())
+def test_points_on_a_line_are_sorted(grid: type[rs.Hilbert], data: st.DataObject) -> None:
+    """Any finite numbers of any dtype: extremes, subnormals, negative zeros, clusters beside outliers."""
+    bits = 8 * data.draw(st.sampled_from([1, 2, 4, 8]))
+    numbers = {
+        "float16": st.floats(width=16, allow_nan=False, allow_infinity=False),
+        "float32": st.floats(width=32, allow_nan=False, allow_infinity=False),
+        "float64": st.floats(allow_nan=False, allow_infinity=False),
+        f"int{bits}": st.integers(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1),
+        f"uint{bits}": st.integers(0, 2**bits - 1),
+        "bool": st.booleans(),
+    }
+    dtype = data.draw(st.sampled_from(sorted(numbers)))
+    values = data.draw(st.lists(numbers[dtype], min_size=1, max_size=30))
+    line = torch.tensor(values, dtype=getattr(torch, dtype))
+    wanted = sorted(range(len(values)), key=line.tolist().__getitem__)  # stable
+    assert grid.from_points(line[:, None]).permutation.tolist() == wanted
+    beside = torch.stack([line, line[:1].expand(len(values))], dim=1)  # a second dimension in which all are equal
+    assert grid.from_points(beside).permutation.tolist() == wanted
+
+
+def test_extreme_points() -> None:
+    for values in ([-1.7e308, 1.7e308, 0.0], [1e19, -1e19, 0.0], [1.0, 1e-9, 0.0, 5e-10], [5e-324, 0.0, 1e-323]):
+        line = torch.tensor(values, dtype=torch.float64)[:, None]
+        assert rs.Hilbert.from_points(line).apply(line, dim=0).flatten().tolist() == sorted(values)
+    square = torch.tensor([[0, 0], [0, 1], [1, 0], [1, 1]], dtype=torch.float64)
+    for scale in (1.0, 5e-324, 1e-310, 1e300):  # the same points, whatever the unit
+        assert rs.Hilbert.from_points(square * scale) == rs.Hilbert.from_points(square)
+    assert rs.Hilbert.from_points((square * 2 - 1) * 1.7e308) == rs.Hilbert.from_points(square)
+
+
+@pytest.mark.parametrize("factor", [2.0**100, 1e300, 2.0**-500])
+def test_huge_and_tiny_coordinates_are_ordered_as_others(factor: float) -> None:
+    scattered = torch.rand(50, 2, dtype=torch.float64)
+    assert rs.Hilbert.from_points(factor * scattered) == rs.Hilbert.from_points(scattered)
+    ends = torch.tensor([[1.7e308, 0.0], [-1.7e308, 0.0], [0.0, 0.0]], dtype=torch.float64)
+    assert rs.RowMajor.from_points(ends).permutation.tolist() == [1, 2, 0]
+    assert rs.RowMajor.from_points(torch.tensor([[2**63 - 1], [-(2**63)], [0]])).permutation.tolist() == [1, 2, 0]
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda order: pickle.loads(pickle.dumps(order))])
+def test_a_copy_of_an_order_of_points_outlives_the_original(copied) -> None:  # type: ignore[no-untyped-def]
+    rows = torch.arange(20)[None]
+    original = rs.Hilbert.from_points(torch.rand(20, 2))
+    wanted, order = original.rows, copied(original)
+    del original
+    gc.collect()
+    assert torch.equal(order.apply(rows)[0], wanted)
+
+
+def test_an_order_of_points_is_known_in_the_process_that_unpickles_it() -> None:
+    order = rs.Hilbert.from_points(torch.rand(20, 2))
+    script = "import pickle, sys, torch; print(pickle.load(sys.stdin.buffer).apply(torch.arange(20), dim=0).tolist())"
+    done = subprocess.run([sys.executable, "-c", script], input=pickle.dumps(order), capture_output=True, check=True)
+    assert done.stdout.decode().strip() == str(order.permutation.tolist())
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -122,6 +185,8 @@ def test_far_points_are_scaled() -> None:
         (lambda: rs.Hilbert.from_points(torch.ones(3)), r"coordinates are \(3,\): must be a tensor"),
         (lambda: rs.Hilbert.from_points(torch.ones(0, 2)), r"coordinates are \(0, 2\): must be a tensor"),
         (lambda: rs.Hilbert.from_points(torch.tensor([[math.nan, 0.0]])), "coordinates hold NaN or infinity"),
+        (lambda: rs.Hilbert.from_points(torch.tensor([[0.0], [-math.inf]])), r"infinity: point 1 is \[-inf\]"),
+        (lambda: rs.Hilbert.from_points(torch.tensor([[1j]])), "coordinates are torch.complex64: must be real"),
         (lambda: rs.Hilbert.from_points(points).apply(torch.ones(1, 7)), "7 rows, but the order is one of 50 points"),
         (lambda: parse_order("hilbert points 0123"), "order 'hilbert points 0123' is gone"),
     ],
@@ -129,6 +194,15 @@ def test_far_points_are_scaled() -> None:
 def test_what_cannot_be_ordered_is_named(call, message: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("x", "dim", "message"),
+    [([1, 2, 3, 4], 0, "x is a list: must be a torch.Tensor"), (torch.ones(1, 4), 1.0, "dim=1.0: must be an int")],
+)
+def test_what_is_no_tensor_or_no_dimension_is_named(x: object, dim: object, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        rs.Hilbert((2, 2)).apply(x, dim=dim)  # type: ignore[arg-type]
 
 
 def test_a_curve_in_too_many_dimensions_is_refused() -> None:

@@ -115,6 +115,28 @@ def test_bad_rates(rates: tuple[float, float, float], words: str) -> None:
         Rates(*rates)
 
 
+def test_the_advised_layout_is_the_faster_one() -> None:
+    """By the model, at the given rates: a slow wire favours the layout that sends less, a fast one the balanced one."""
+    pattern = rs.Dilated((2048, 8192, 32768), (1, 4, 16))
+    found = {}
+    for bandwidth in (25e9, 1e13):
+        rates = replace(CLUSTER, bandwidth=bandwidth, latency=0.0)
+        advice = rs.best_layout(pattern, 32768, 4, causal=True, rates=rates)
+        plans = {name: ring(pattern, 32768, layout=name, causal=True) for name in advice.times}
+        assert advice.times == {name: slowest_rank_time(plan, rates) for name, plan in plans.items()}
+        assert advice.times[advice.layout].total == min(time.total for time in advice.times.values())
+        found[bandwidth] = advice.layout
+    assert found == {25e9: "contiguous", 1e13: "zigzag"}
+
+
+def test_a_pattern_may_depend_on_the_length() -> None:
+    plan = ring(rs.Dilated.spanning(2**16), 2**16, layout="contiguous", causal=True)
+    found = break_even(plan, CLUSTER, 2**20, rs.Dilated.spanning)
+    there = ring(rs.Dilated.spanning(found.length), found.length, layout="contiguous", causal=True)
+    assert found.pays
+    assert found.slowest == slowest_rank_time(there, CLUSTER)
+
+
 def test_packed_documents_have_no_one_length() -> None:
     with pytest.raises(ValueError, match=r"2 documents: .* plan one"):
         break_even(rs.plan(rs.Full(), 8, ring_size=2, lengths=(4, 4)), CLUSTER)

@@ -81,9 +81,9 @@ def test_memory_falls_with_the_ring() -> None:
 def test_a_rank_of_ten_thousand_is_planned_in_milliseconds() -> None:
     pattern = rs.Dilated((2**14, 2**17, 2**20), (1, 8, 64))
     plan = rs.plan(pattern, 10**9, ring_size=10_000, causal=True)
-    start = time.perf_counter()
+    start = time.process_time()
     plan.rank(4711)
-    assert time.perf_counter() - start < 0.5
+    assert time.process_time() - start < 2  # milliseconds; hours, if it grew with the length or the ring
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
@@ -98,9 +98,11 @@ def test_planning_a_rank_costs_no_more_than_its_tiles(layout: str) -> None:
 
 
 def test_best_layout_says_why() -> None:
-    assert rs.best_layout(rs.Full(), 4096, 4, causal=True).layout == "zigzag"
+    full = rs.best_layout(rs.Full(), 2**17, 4, causal=True)
+    assert full.layout == "zigzag"
+    assert str(full).startswith("zigzag: faster by the model, ")
     assert rs.best_layout(rs.Dilated((512,), (1,)), 4096, 4, causal=True).layout == "contiguous"
-    assert "same work" in str(rs.best_layout(rs.Dilated((64,), (1,)), 4096, 4))
+    assert "both layouts take" in str(rs.best_layout(rs.Dilated((64,), (1,)), 4096, 4))
 
 
 @pytest.mark.parametrize(

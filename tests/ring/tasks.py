@@ -219,7 +219,7 @@ def a_loss_on_one_rank_hangs_nobody() -> None:
     wanted = torch.autograd.grad(right[:, rows].sum(), (q, k, v))
     mine = [ring.split_sequence(x.detach()).requires_grad_() for x in (q, k, v)]
     out = rs.attention(*mine, pattern=rs.Full(), ring=ring)
-    loss = out.sum() if ring.rank == last else out.sum() * 0
+    loss = out.sum() if ring.rank == last else out[:, :0].sum()
     for found, grad in zip(torch.autograd.grad(loss, mine), wanted, strict=True):
         close(found, ring.split_sequence(grad))
 
@@ -256,6 +256,27 @@ def different_calls_are_named_on_every_rank() -> None:
     calls = [lambda: ring.gather_sequence(x), lambda: rs.attention(x, x, x, pattern=rs.Full(), ring=ring)]
     with pytest.raises(rs.RingError, match=r"ranks disagree on call: gather_sequence on rank 0; attention on rank"):
         calls[min(ring.rank, 1)]()
+
+
+def whole_tensors_are_refused() -> None:
+    """Every rank has all rows and forgets to split them: k copies of the sequence, one after the other."""
+    ring = rs.Ring()
+    whole = [x.detach() for x in inputs(2, 24, 2, 1, 4)]
+    cache = rs.Cache(rs.Full(), batch=2, kv_heads=2, dim=4, dtype=torch.float64)
+    layer = rs.nn.MultiheadDilatedAttention(8, 2, segment_lengths=[8], dilation_rates=[1], ring=ring)
+    for call in (
+        lambda: rs.attention(*whole, pattern=rs.Full(), ring=ring),
+        lambda: rs.attention_prefill(*whole, cache, ring=ring),
+        lambda: layer(*(x.flatten(2).float() for x in whole)),
+    ):
+        with pytest.raises(rs.RingError, match=r"hold the same 24 rows.*split whole tensors with ring.split_sequence"):
+            call()
+    with pytest.raises(rs.RingError, match="holds 24 rows, but has"):
+        rs.attention(*whole, pattern=rs.Full(), ring=ring, seq_len=24)
+    n = 24 * ring.size
+    for equal in (torch.ones(1, 24, 1, 4), torch.full((1, 24, 1, 4), torch.nan)):  # may be meant: it says nothing
+        rs.attention(equal, equal, equal, pattern=rs.Full(), ring=ring)
+    rs.attention(*whole, pattern=rs.Full(), ring=ring, seq_len=n)  # as stated
 
 
 def non_members_are_told() -> None:
@@ -343,6 +364,7 @@ FOR_ALL = [
     "a_loss_on_one_rank_hangs_nobody",
     "disagreements_are_named_on_every_rank",
     "different_calls_are_named_on_every_rank",
+    "whole_tensors_are_refused",
     "non_members_are_told",
     "stated_lengths_are_checked_before_anything_is_sent",
     "a_mesh_of_two_dimensions_is_refused",

@@ -12,10 +12,9 @@ from tests.ring import tasks
 
 @lru_cache
 def failures(size: int) -> list[dict[str, str]]:
-    return run_local_ranks(size, run_tasks, tasks.__name__, tasks.BY_SIZE[size], timeout_seconds=240)
+    return run_local_ranks(size, run_tasks, tasks.__name__, tasks.BY_SIZE[size])
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("size", "task"), [(size, task) for size, names in tasks.BY_SIZE.items() for task in names])
 def test_on_every_rank(size: int, task: str) -> None:
     failed = {rank: found[task] for rank, found in enumerate(failures(size)) if found[task]}

@@ -12,7 +12,7 @@ import ringspan as rs
 from ringspan.oracle import dense_attention
 from ringspan.ring.registry import find
 from tests.exactness import assert_equals_oracle, inputs
-from tests.strategies import held_heads, lengths, patterns
+from tests.strategies import held_heads, lengths, patterns, scales
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*selects row")
 
@@ -29,7 +29,8 @@ def test_equals_the_oracle(data: st.DataObject) -> None:
         data.draw(st.sampled_from(["relay", "direct"])),
     )
     q, k, v = inputs(batch, sum(sizes), kv_heads, group, 4)
-    assert_equals_oracle(q, k, v, ring=ring, pattern=pattern, causal=data.draw(st.booleans()), lengths=sizes)
+    options = dict(pattern=pattern, causal=data.draw(st.booleans()), lengths=sizes, scale=data.draw(scales()))
+    assert_equals_oracle(q, k, v, ring=ring, **options)
 
 
 def error(k: int, dtype: torch.dtype, tensors: list[Tensor], right: list[Tensor], pattern: rs.Pattern) -> list[float]:

@@ -1,6 +1,7 @@
 """Streaming computes what the definition says, forward and backward, whatever the shards, the source and the sink."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import ringspan as rs
 from ringspan.oracle import dense_attention
 from ringspan.streaming import ConsumedRows, HeldRows, MadeRows, RowShape
 from tests.exactness import inputs
-from tests.strategies import held_heads, lengths, patterns
+from tests.strategies import held_heads, lengths, patterns, scales
 
 
 def streamed(q: Tensor, k: Tensor, v: Tensor, pattern: rs.Pattern, **options: object) -> tuple[Tensor, Tensor]:
@@ -31,7 +32,7 @@ def test_forward_equals_the_oracle(data: st.DataObject) -> None:
     pattern = data.draw(held_heads(data.draw(patterns()), kv_heads))
     causal, shards = data.draw(st.booleans()), data.draw(st.integers(1, min(6, sum(sizes))))
     q, k, v = inputs(data.draw(st.integers(1, 2)), sum(sizes), kv_heads, group, 4)
-    options = dict(causal=causal, lengths=sizes)
+    options = dict(causal=causal, lengths=sizes, scale=data.draw(scales()))
     found = streamed(q, k, v, pattern, shards=shards, **options)
     wanted = dense_attention(q, k, v, pattern=pattern, **options)  # type: ignore[arg-type]
     for x, y in zip(found, wanted, strict=True):
@@ -46,14 +47,15 @@ def test_backward_equals_the_oracle(tmp_path_factory: pytest.TempPathFactory, da
     pattern = data.draw(patterns())
     causal, shards = data.draw(st.booleans()), data.draw(st.integers(1, min(6, n)))
     q, k, v = inputs(2, n, kv_heads, group, 4)
-    out, lse = dense_attention(q, k, v, pattern=pattern, causal=causal, lengths=sizes)
+    scale = data.draw(scales())
+    out, lse = dense_attention(q, k, v, pattern=pattern, causal=causal, lengths=sizes, scale=scale)
     grad_out = torch.randn_like(out)
     wanted = torch.autograd.grad((out * grad_out).sum(), (q, k, v))
     names = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "grad_out": grad_out}
     source = HeldRows({name: x.detach() for name, x in names.items()})
     found = {name: torch.empty_like(x) for name, x in (("dq", q), ("dk", k), ("dv", v))}
     folder = tmp_path_factory.mktemp("backward")
-    options = dict(causal=causal, lengths=sizes, shards=shards, folder=folder)
+    options = dict(causal=causal, lengths=sizes, shards=shards, folder=folder, scale=scale)
     rs.stream_backward(source, HeldRows({name: x.detach() for name, x in found.items()}), n, pattern, **options)  # type: ignore[arg-type]
     for x, y in zip(found.values(), wanted, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
@@ -94,6 +96,26 @@ def test_rows_made_and_consumed() -> None:
     torch.testing.assert_close(out, rs.attention(q, k, v, pattern=pattern), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("is_made", [False, True])
+def test_no_mode_of_autograd_matters(tmp_path: Path, mode: Any, is_made: bool) -> None:
+    """Rows are read and written by other threads, where gradients are recorded and inference mode is off."""
+    q, k, v = inputs(1, 60, 2, 1, 8)  # these require gradients
+    out, lse = rs.attention(q, k, v, pattern=rs.Full(), return_lse=True)
+    wanted = (out, lse, *torch.autograd.grad((out * q.detach()).sum(), (q, k, v)))
+    held = HeldRows({"q": q, "k": k, "v": v, "out": out, "lse": lse, "grad_out": q})
+    weight = torch.ones((), dtype=torch.float64, requires_grad=True)
+    made = MadeRows(held.shape, lambda name, rows, heads: held.read(name, rows, heads) * weight)
+    source: Any = made if is_made else held
+    with mode():
+        found = {name: torch.empty_like(x) for name, x in zip(("out", "lse", "dq", "dk", "dv"), wanted, strict=True)}
+        rs.stream_attention(source, HeldRows(found), 60, rs.Full(), shards=3)
+        rs.stream_backward(source, HeldRows(found), 60, rs.Full(), shards=3, folder=tmp_path)
+    for x, y in zip(found.values(), wanted, strict=True):
+        assert not x.requires_grad
+        torch.testing.assert_close(x, y.detach(), rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_results_come_in_the_dtype_of_the_source(tmp_path: Path, dtype: torch.dtype) -> None:
     q, k, v, grad_out = (x.detach() for x in (*inputs(1, 60, 2, 1, 8, dtype), inputs(1, 60, 2, 1, 8, dtype)[0]))
@@ -131,6 +153,40 @@ def test_a_fault_in_a_source_or_sink_is_raised_here() -> None:
         rs.stream_attention(wrong, HeldRows({}), 100, rs.Full(), shards=1)
 
 
+def test_rows_of_another_shape_or_dtype_are_refused(tmp_path: Path) -> None:
+    """A source or a sink of its own making could be broadcast, or rounded, without a word."""
+    q, k, v = (x.detach() for x in inputs(1, 60, 2, 1, 8, torch.float32))
+    out, lse = rs.attention(q, k, v, pattern=rs.Full(), return_lse=True)
+    held = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "grad_out": q}
+
+    class OneHead:
+        shape = HeldRows(held).shape
+
+        def read(self, name: str, rows: range, heads: range) -> Tensor:
+            return HeldRows(held).read(name, rows, heads)[:, :, :1]
+
+    with pytest.raises(ValueError, match=r"gave torch.float32 of shape \(1, 60, 1, 8\): must be .* \(1, 60, 2, 8\)"):
+        rs.stream_attention(OneHead(), HeldRows({}), 60, rs.Full(), shards=1)
+    for name, x in {"grad_out": q.double(), "out": out[..., :1], "lse": lse[:, :1]}.items():
+        with pytest.raises(ValueError, match=rf"read\('{name}', .*: must be torch.float32 of shape"):
+            rs.stream_backward(
+                HeldRows(held | {name: x}), HeldRows({}), 60, rs.Full(), shards=1, folder=tmp_path / name
+            )
+    for sink in (out.half(), out.new_empty(3, 60, 2, 8)):
+        with pytest.raises(ValueError, match=r"out: the sink takes .* but the shard has torch.float32"):
+            rs.stream_attention(HeldRows(held), HeldRows({"out": sink}), 60, rs.Full(), shards=2)
+
+
+def test_a_callable_gives_everything_that_backward_reads(tmp_path: Path) -> None:
+    q, k, v = (x.detach() for x in inputs(1, 60, 2, 1, 8))
+    out, lse = rs.attention(q, k, v, pattern=rs.Full(), return_lse=True)
+    held = HeldRows({"q": q, "k": k, "v": v, "out": out, "lse": lse, "grad_out": q})
+    found, wanted = torch.empty_like(q), torch.empty_like(q)
+    for number, (source, dq) in enumerate(((held, wanted), (MadeRows(held.shape, held.read), found))):
+        rs.stream_backward(source, HeldRows({"dq": dq}), 60, rs.Full(), shards=3, folder=tmp_path / str(number))  # type: ignore[arg-type]
+    assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -139,7 +195,12 @@ def test_a_fault_in_a_source_or_sink_is_raised_here() -> None:
         (dict(shards=101), "shards=101: must lie in 1 .. 100"),
         (dict(budget_bytes=1000), "budget_bytes=1,000: even .* shards of a row or two need"),
         (dict(shards=2, budget_bytes=1000), "shards=2: a run would hold .* more than budget_bytes=1,000"),
+        (dict(shards=3.0), "shards=3.0: must be an int"),
         (dict(scale=float("inf")), "scale=inf: must be finite"),
+        (dict(scale=1e39), "scale=1e\\+39: must be finite in torch.float32"),
+        (dict(scale="half"), "scale='half': must be a number"),
+        (dict(lengths=iter([40, 50])), "lengths add up to 90, but the sequence has 100 rows"),
+        (dict(only=["0"]), "only='0': must be an int"),
         (dict(kernel="none"), "kernel='none': must be one of"),
         (dict(n=200), "row 199 of q: it has 100 rows"),
     ],
@@ -147,12 +208,16 @@ def test_a_fault_in_a_source_or_sink_is_raised_here() -> None:
 def test_bad_arguments_are_answered(options: dict[str, object], words: str) -> None:
     q, k, v = torch.ones(3, 1, 100, 2, 8).unbind()
     n = options.pop("n", 100)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((ValueError, TypeError), match=words):
         rs.stream_attention(HeldRows({"q": q, "k": k, "v": v}), HeldRows({}), n, rs.Full(), **options)  # type: ignore[arg-type]
 
 
 def test_bad_rows_are_answered() -> None:
     q = torch.ones(1, 10, 2, 8)
+    with pytest.raises(TypeError, match="pattern='full': must be Dilated"):
+        rs.stream_attention(HeldRows({"q": q, "k": q, "v": q}), HeldRows({}), 10, "full")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="out: the sink has 7 rows, but the shard ends with row 9"):
+        rs.stream_attention(HeldRows({"q": q, "k": q, "v": q}), HeldRows({"out": q[:, :7].clone()}), 10, rs.Full())
     with pytest.raises(ValueError, match="no k, v among q: a source has q, k and v"):
         _ = HeldRows({"q": q}).shape
     with pytest.raises(ValueError, match="batch, seq and dim must be equal"):
@@ -169,7 +234,7 @@ def test_shards_can_be_shared() -> None:
     n, pattern = 300, rs.Dilated((32, 300), (1, 4))
     q, k, v = (x.detach() for x in inputs(1, n, 2, 1, 8))
     source, out = HeldRows({"q": q, "k": k, "v": v}), torch.full_like(q, torch.nan)
-    for only in (range(3), [4], [3]):
+    for only in (iter(range(3)), [4], [3]):
         rs.stream_attention(source, HeldRows({"out": out}), n, pattern, causal=True, shards=5, only=only)
     whole = torch.empty_like(q)
     rs.stream_attention(source, HeldRows({"out": whole}), n, pattern, causal=True, shards=5)

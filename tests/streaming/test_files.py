@@ -90,6 +90,12 @@ def test_files_of_another_run_are_refused(tmp_path: Path) -> None:
         create_safetensors(tmp_path / "x.safetensors", 10, SHAPE, backward=True)
     with pytest.raises(ValueError, match=r"no \.npy file in"):
         open_numpy(tmp_path / "nowhere")
+    (tmp_path / "more").mkdir()
+    np.save(tmp_path / "more/out.npy", np.ones((3, 2, 2, 2)))
+    with pytest.raises(ValueError, match=r"out is in .*out.npy and in .*more/out.npy: give only one"):
+        open_numpy(tmp_path, tmp_path / "more")
+    with pytest.raises(ValueError, match=r"is in .*x.safetensors and in .*x.safetensors: give only one"):
+        open_safetensors(tmp_path / "x.safetensors", tmp_path / "x.safetensors")
     np.save(tmp_path / "out.npy", np.ones((3, 2, 2, 2), order="F"))
     with pytest.raises(ValueError, match="Fortran order"):
         open_numpy(tmp_path)
@@ -128,6 +134,33 @@ def test_files_may_be_larger_than_all_memory(tmp_path: Path) -> None:
     rows = open_numpy(tmp_path)
     assert rows.shape == shape
     assert rows.read("v", range(n - 100, n, 10), range(1, 2)).eq(0).all()
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    tensors = made()
+    write_inputs(tmp_path, "numpy", tensors)
+    write_inputs(tmp_path, "safetensors", tensors)
+    array, several = tmp_path / "q.npy", tmp_path / "rows.safetensors"
+    whole = several.read_bytes()
+    for content, words in {
+        b"": "is empty",
+        b"short": "is not a safetensors file, or it is cut off",
+        b"a text that is no table": "is not a safetensors file, or it is cut off",
+        whole[:50]: "is not a safetensors file, or it is cut off",
+        whole[:-1]: r"has [\d,]+ bytes, but . ends at byte [\d,]+: the file is cut off",
+    }.items():
+        several.write_bytes(content)
+        with pytest.raises(ValueError, match=rf"rows\.safetensors {words}"):
+            open_safetensors(several)
+    for content in (b"", b"a text that is no array", array.read_bytes()[:-1]):
+        array.write_bytes(content)
+        with pytest.raises(ValueError, match=r"q\.npy is not a whole \.npy file"):
+            open_numpy(tmp_path)
+    np.save(array, tensors["q"].numpy().astype(">f4"))
+    with pytest.raises(ValueError, match=r"q\.npy holds '>f4', .* save it again with x\.astype\('float32'\)"):
+        open_numpy(tmp_path)
+    with pytest.raises(ValueError, match=r"bfloat16: NumPy has no such type; use create_safetensors"):
+        create_numpy(tmp_path / "sink", N, RowShape(1, 1, 8, torch.bfloat16))
 
 
 def test_the_disk_has_room_for_what_will_be_written(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ PATTERN = rs.Dilated((64, 4096), (1, 16))
 N, SHARDS = 4096, 8
 SCRIPT = """
 import sys, time
+from functools import partial
 from pathlib import Path
 import ringspan as rs
 from tests.streaming.test_killed import forward, backward
@@ -110,10 +112,18 @@ def test_another_run_is_refused(tmp_path: Path) -> None:
         )
 
 
+def test_a_smaller_budget_than_the_run_began_with(tmp_path: Path) -> None:
+    q = torch.ones(1, 100, 2, 8)
+    run = partial(rs.stream_attention, HeldRows({"q": q, "k": q, "v": q}), HeldRows({}), 100, rs.Full())
+    run(progress=tmp_path / "progress")
+    with pytest.raises(ValueError, match=r"more than budget_bytes=1,000; the run in .*progress was begun with so many"):
+        run(progress=tmp_path / "progress", budget_bytes=1000)
+
+
 def test_results_that_are_gone_are_missed(tmp_path: Path) -> None:
     forward(tmp_path)
     (tmp_path / "out/out.npy").unlink()
-    with pytest.raises(ValueError, match=r"rows 0 to \d+ of out are finished, .* but they are not there"):
+    with pytest.raises(ValueError, match=r"rows 0 to \d+ of out as finished, but the stored rows differ"):
         forward(tmp_path)
     progress, out = tmp_path / "memory.jsonl", torch.empty(1, N, SHAPE.heads, SHAPE.dim)
 
@@ -123,9 +133,9 @@ def test_results_that_are_gone_are_missed(tmp_path: Path) -> None:
 
     into(out)
     assert into(out).resumed == SHARDS
-    with pytest.raises(ValueError, match="they are not there"):
+    with pytest.raises(ValueError, match="the stored rows differ"):
         into(torch.empty_like(out))
-    with pytest.raises(ValueError, match=r"rows 0 to 511 of lse are finished, .* they are not there"):
+    with pytest.raises(ValueError, match=r"rows 0 to 511 of lse as finished, but the stored rows differ"):
         rs.stream_attention(
             CountedRows(SHAPE),
             HeldRows({"out": out, "lse": torch.empty(1, SHAPE.heads, N)}),
@@ -139,7 +149,7 @@ def test_results_that_are_gone_are_missed(tmp_path: Path) -> None:
 def test_another_source_and_other_places_are_refused(tmp_path: Path) -> None:
     options = dict(shards=SHARDS, progress=tmp_path / "progress.jsonl")
     rs.stream_attention(CountedRows(SHAPE), DigestedRows([Place(3, 0)]), N, PATTERN, **options)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="source='counted from 0', but this one has 'counted from 1'"):
+    with pytest.raises(ValueError, match="belongs to a run with other inputs: q, k, v differ; resume with the same"):
         rs.stream_attention(CountedRows(SHAPE, seed=1), DigestedRows(), N, PATTERN, **options)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="row 4, head 1 was not kept by the run that is gone on with"):
         rs.stream_attention(CountedRows(SHAPE), DigestedRows([Place(4, 1)]), N, PATTERN, **options)  # type: ignore[arg-type]

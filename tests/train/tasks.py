@@ -39,6 +39,7 @@ def everything(folder: Path) -> dict[str, Any]:
         found["accumulated"] = train(settings_for(folder / "accumulated", accumulate=2))
         found["moved"] = train(settings_for(folder / "for-one-rank"), resume=True)
     if world == 2:
+        found["other text"] = refusal_of_other_text(folder)
         train(settings_for(folder / "for-one-rank"), stop_at=STOP)
         found["bfloat16"] = train(settings_for(folder / "bfloat16", dtype="bfloat16"))
         found["cut"] = train(settings_for(folder / "cut"), stop_at=STOP)
@@ -46,6 +47,19 @@ def everything(folder: Path) -> dict[str, Any]:
     if world == 4:
         found["mesh"] = train(settings_for(folder / "mesh", ring=2))
     return found
+
+
+def refusal_of_other_text(folder: Path) -> list[str]:
+    """What this rank is told when the ranks find other text, and when one of them finds none."""
+    said = []
+    for number, content in enumerate((b"other text", b"")):
+        mine = folder / f"text-{number}-{dist.get_rank()}"
+        mine.write_bytes(b"the same text" if dist.get_rank() == 0 else content)
+        try:
+            Trainer(settings_for(folder / "never", data=(str(mine),)))
+        except ValueError as error:
+            said.append(str(error))
+    return said
 
 
 def loss_and_gradients(gradients: Gradients, tokens: int = 203) -> tuple[float, dict[str, list[float]]]:

@@ -9,7 +9,7 @@ import torch
 
 from ringspan.models import LongNet, LongNetConfig
 from ringspan.train.corpus import Corpus
-from ringspan.train.evaluate import bigram_bits_per_byte, score_branches, score_contexts
+from ringspan.train.evaluate import _ends, bigram_bits_per_byte, score_branches, score_contexts
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_where_a_sequence_begins_depends_on_the_seed_and_its_number_alone(folder
 def test_what_is_not_there_is_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match="no such file or folder"):
         Corpus.of([folder / "z"])
-    with pytest.raises(ValueError, match="no data"):
+    with pytest.raises(ValueError, match=r"no text in .*/b: 1 empty \(b in .*\)"):
         Corpus.of([folder / "b"])
 
 
@@ -82,8 +82,29 @@ def test_contexts_are_scored_on_the_same_bytes(tmp_path: Path) -> None:
     gain, error = long.gain_over(short)
     assert gain == pytest.approx(short.bits_per_byte - long.bits_per_byte)
     assert error > 0
-    with pytest.raises(ValueError, match="each must be at least 512"):
+    with pytest.raises(ValueError, match="windows=64: must be at least 1 and at most 9: the held-out text of 5,120"):
+        next(score_contexts(model, corpus, [512]))
+    with pytest.raises(ValueError, match="64: must be at least 512, the number of bytes that are scored"):
         next(score_contexts(model, corpus, [64]))
+    with pytest.raises(ValueError, match=r"5120: the held-out text has 5,120 bytes, .* at most 5119"):
+        next(score_contexts(model, corpus, [512, 5120]))
+
+
+def test_no_byte_is_scored_twice(tmp_path: Path) -> None:
+    """Windows that overlap would make the standard error look smaller than it is."""
+    (tmp_path / "text").write_bytes(b"abcdefgh" * 40)
+    corpus = Corpus.of([tmp_path / "text"])
+    model = LongNet(LongNetConfig.named("nano", segment_lengths=(16, 256), dilation_rates=(1, 4)))
+    read: list[int] = []
+    for seed in range(3):
+        (score,) = score_contexts(model, corpus, [64], windows=16, scored=16, seed=seed, on_window=read.append)
+        assert len(score.windows) == 16
+    assert read == [64] * 48
+    ends = _ends(corpus, [64], windows=16, scored=16, seed=0)
+    scored = [byte for end in ends for byte in range(end - 15, end + 1)]
+    assert len(set(scored)) == 16 * 16
+    assert min(scored) >= 64 - 15
+    assert max(scored) < len(corpus)
 
 
 def test_branches_are_left_out_one_by_one(tmp_path: Path) -> None:
@@ -95,5 +116,4 @@ def test_branches_are_left_out_one_by_one(tmp_path: Path) -> None:
     assert scores[-1] == next(score_contexts(model, corpus, [512], windows=3, scored=64))
     assert len({score.bits_per_byte for score in scores}) == 4
     model = LongNet(LongNetConfig.named("nano", segment_lengths=(), dilation_rates=()))
-    with pytest.raises(ValueError, match="plain attention has no branches"):
-        next(score_branches(model, corpus, 512))
+    assert list(score_branches(model, corpus, 512, windows=3)) == []  # plain attention has no branches

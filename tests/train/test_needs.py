@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ringspan.models.config import LongNetConfig
 from ringspan.processes import run_local_ranks
 from ringspan.train.loop import Trainer
-from ringspan.train.needs import needs_of
+from ringspan.train.needs import needs_of, reach_of
+from ringspan.train.presets import PRESETS
 from ringspan.train.settings import TrainSettings
 from tests.train.tasks import settings_for
 
@@ -55,3 +58,20 @@ def test_memory_is_foretold(found: list[dict[str, tuple[int, int]]], case: str) 
     for rank in found:
         foretold, allocated = rank[case]
         assert allocated == pytest.approx(foretold, rel=0.1)
+
+
+def test_the_reach_is_that_of_the_layer_that_sends_the_most() -> None:
+    """Half of the layers are shifted: their segments are cut by the borders between ranks."""
+    model = LongNetConfig.named("nano", segment_lengths=(256, 1024), dilation_rates=(1, 4))
+    settings = TrainSettings(model=model, tokens=8192, layout="contiguous")
+    assert str(reach_of(settings, 4)) == (
+        "A token reaches at most 1,024 of 8,192 tokens, the longest segment; segments of 256, 1,024 cross ranks."
+    )
+    level = dataclasses.replace(settings, model=dataclasses.replace(model, alternate_shift=False))
+    assert str(reach_of(level, 4)).startswith("No segment crosses ranks, so nothing is sent; ")
+    assert needs_of(settings, 4).parcels > needs_of(level, 4).parcels == 0
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_patterns_of_presets_span_their_sequences(name: str) -> None:
+    assert reach_of(PRESETS[name].settings, 1).longest_segment == PRESETS[name].settings.tokens

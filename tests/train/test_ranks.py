@@ -10,8 +10,6 @@ import pytest
 from ringspan.processes import run_local_ranks
 from tests.train import tasks
 
-pytestmark = pytest.mark.timeout(300)  # the first test of this file waits for all launches
-
 Found = dict[int, list[dict[str, Any]]]
 
 
@@ -52,6 +50,13 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(found: Found) -> 
     for rank in found[2]:
         assert rank["cut"][0] + rank["resumed"][0] == rank["curve"][0]
         assert rank["resumed"][1] == rank["curve"][1]
+
+
+def test_ranks_that_find_other_text_are_refused(found: Found) -> None:
+    for rank in found[2]:
+        other, none = rank["other text"]
+        assert other.startswith("rank 1 reads 1 files of 10 bytes, but rank 0 1 of 13, or other content")
+        assert "text-1-1: 1 empty" in none
 
 
 def test_a_run_goes_on_with_another_ring(found: Found) -> None:

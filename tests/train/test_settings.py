@@ -6,8 +6,11 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
 
+from ringspan.evidence.flops import count_flops
 from ringspan.models import LongNet, LongNetConfig
+from ringspan.train.forecast import forecast, step_flops
 from ringspan.train.needs import needs_of
 from ringspan.train.presets import PRESETS
 from ringspan.train.settings import TrainSettings, choices_of
@@ -18,8 +21,8 @@ SMALL = TrainSettings(model=LongNetConfig.named("nano"), tokens=8192)
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_come_back_from_their_file(name: str, tmp_path: Path) -> None:
     path = tmp_path / "settings.json"
-    path.write_text(PRESETS[name].to_json())
-    assert TrainSettings.read(path) == PRESETS[name]
+    path.write_text(PRESETS[name].settings.to_json())
+    assert TrainSettings.read(path) == PRESETS[name].settings
 
 
 def test_changes_go_to_the_model_or_to_the_run() -> None:
@@ -77,3 +80,28 @@ def test_needs_fall_with_the_ranks() -> None:
     assert needs[1].activations == 2 * needs[2].activations == 4 * needs[4].activations
     assert needs_of(dataclasses.replace(SMALL, weights="replicated"), 4).gradients == weights
     assert needs_of(dataclasses.replace(SMALL, recompute=False), 1).activations > needs[1].activations
+
+
+def test_the_flops_of_a_step_are_those_that_run() -> None:
+    """Attention is made negligible: the profiler counts causal tiles as squares."""
+    config = LongNetConfig.named("nano", segment_lengths=(16,), dilation_rates=(1,))
+    settings = TrainSettings(model=config, tokens=256, recompute=False)
+    model = LongNet(config)
+    text = torch.zeros(1, 256, dtype=torch.int64)
+    counted = count_flops(lambda: model.loss(text, text).backward())
+    assert step_flops(settings, 1) == pytest.approx(counted, rel=0.1)
+    again = step_flops(dataclasses.replace(settings, recompute=True), 1)  # one more pass of the layers
+    assert again == pytest.approx(counted + 2 * 256 * sum(p.numel() for p in model.layers.parameters()), rel=0.1)
+
+
+def test_the_flops_of_a_step_are_shared_by_the_ranks() -> None:
+    alone = step_flops(SMALL, 1)
+    assert step_flops(SMALL, 4) == pytest.approx(alone / 4, rel=0.1)
+    assert step_flops(dataclasses.replace(SMALL, ring=1), 4) == alone
+    assert step_flops(dataclasses.replace(SMALL, batch=2, accumulate=3), 1) == 6 * alone
+
+
+def test_a_forecast_measures_this_machine() -> None:
+    found = forecast(dataclasses.replace(SMALL, tokens=256, steps=7), 1)
+    assert found.flops_per_second > 1e6
+    assert found.run_seconds == 7 * found.step_seconds == 7 * found.flops / found.flops_per_second

@@ -1,8 +1,12 @@
-"""Rings with one fault each, behind the signature of `ringspan verify --attention`. Each looks like a ring."""
+"""Rings for `ringspan verify --attention`: honest ones, and faulty ones that are each wrong in one way.
+
+All but a few run ringspan's own ring and break one thing in it, so that nothing else gives them away.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,36 +20,143 @@ from ringspan.layout import Layout
 from ringspan.oracle import dense_attention
 from ringspan.ring.mail import Counters, Flight, Letters, Mail
 
+TWELVE = (
+    "averages",
+    "sends_16_bits",
+    "detaches_remote_rows",
+    "loses_an_odd_row",
+    "rank_0_computes_all",
+    "gathers_all_keys",
+    "wrong_in_batches",
+    "wrong_past_512",
+    "wrong_past_4096",
+    "wrong_with_gqa",
+    "wrong_every_tenth_call",
+    "swaps_heads",
+)
+
 
 def honest(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
-    """No fault: plain attention by ringspan."""
+    """No fault: plain attention by ringspan, contiguous shards."""
     return _over(rs.Ring(group, layout="contiguous", min_size=1), q, k, v, causal)
+
+
+def equal_shards_only(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
+    """No fault, but it refuses grouped KV heads and uneven shards, on every rank."""
+    rows = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, torch.tensor([q.shape[1]]), group=group)
+    if len({int(count) for count in rows}) > 1:
+        raise ValueError("all ranks must hold equally many rows")
+    if k.shape[2] != q.shape[2]:
+        raise NotImplementedError("no grouped KV heads")
+    return honest(q, k, v, causal=causal, group=group)
+
+
+# The twelve.
+
+
+def averages(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
+    """Own and remote parts are averaged instead of merged by their log-sum-exp."""
+    ring = rs.Ring(group, layout="contiguous", min_size=1)
+    out, lse = rs.attention(q, k, v, pattern=rs.Full(), causal=causal, ring=ring, return_lse=True)
+    own, own_lse = rs.attention(q, k, v, pattern=rs.Full(), causal=causal, return_lse=True)
+    share = (own_lse - lse).exp().transpose(1, 2)[..., None].clamp(max=1.0)  # of the own part in the right result
+    has_remote = share < 1 - 1e-6
+    remote = (out - own * share) / torch.where(has_remote, 1 - share, 1.0)
+    return torch.where(has_remote, (own + remote) / 2, out)
+
+
+def sends_16_bits(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
+    """Keys and values are rounded to 16 bits on their way."""
+    return _over(_TamperedRing(group, "parcels", lambda x: x.copy_(x.bfloat16())), q, k, v, causal)
+
+
+def detaches_remote_rows(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
+    """The gradients of parcels come home as zeros: what other ranks know about my keys is lost."""
+    return _over(_TamperedRing(group, "gradients", Tensor.zero_), q, k, v, causal)
+
+
+def loses_an_odd_row(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
+    """If a rank holds an odd number of rows, its last one is not computed."""
+    out = honest(q, k, v, causal=causal, group=group)
+    keep = torch.ones(q.shape[1]).index_fill(0, torch.tensor([-1 + q.shape[1]]), float(q.shape[1] % 2 == 0))
+    return out * keep.to(out)[:, None, None]
+
+
+def rank_0_computes_all(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
+    """Rank 0 collects all rows, computes everything, and hands out the results."""
+    return _OnRank0.apply(q, k, v, causal, group)
+
+
+def gathers_all_keys(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
+    """Right, but every rank gathers all keys and values."""
+    return all_gather(q, k, v, causal=causal, group=group)
+
+
+gathers_all_keys.equal_shards = True  # type: ignore[attr-defined]
+
+
+def wrong_in_batches(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
+    """Every sequence of a batch attends to the keys of the first one."""
+    return honest(q, k[:1].expand_as(k), v[:1].expand_as(v), causal=causal, group=group)
+
+
+def wrong_past_512(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
+    """Rows from 512 on come out 1 % too large."""
+    return _scaled_past(512, q, honest(q, k, v, causal=causal, group=group), group)
+
+
+def wrong_past_4096(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
+    """Rows from 4,096 on come out 1 % too large."""
+    return _scaled_past(4096, q, honest(q, k, v, causal=causal, group=group), group)
+
+
+def wrong_with_gqa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
+    """Query head j reads KV head j mod kv_heads."""
+    heads = torch.arange(q.shape[2]) % k.shape[2]
+    return honest(q, k[:, :, heads], v[:, :, heads], causal=causal, group=group)
+
+
+def wrong_every_tenth_call(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
+    """Every tenth call comes out 1 % too large."""
+    out = honest(q, k, v, causal=causal, group=group)
+    return out * 1.01 if next(_CALLS) % 10 == 0 else out
+
+
+def swaps_heads(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
+    """With an odd number of heads, the first two read each other's keys."""
+    order = list(range(k.shape[2]))
+    if q.shape[2] % 2 and k.shape[2] > 1:
+        order[:2] = [1, 0]
+    return honest(q, k[:, :, order], v[:, :, order], causal=causal, group=group)
+
+
+# More of them.
 
 
 def flips_a_byte(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
     """The last byte of every parcel arrives with its lowest exponent bits turned over."""
-    return _over(_TamperedRing(group, layout="contiguous", min_size=1), q, k, v, causal)
 
+    def flip(buffer: Tensor) -> None:
+        buffer.view(-1)[-1:].view(torch.uint8)[-1] ^= 0x7F
 
-def drops_gradients(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
-    """The gradients of parcels come home as zeros: what other ranks know about my keys is lost."""
-    return _over(_ForgetfulRing(group, layout="contiguous", min_size=1), q, k, v, causal)
+    return _over(_TamperedRing(group, "parcels", flip), q, k, v, causal)
 
 
 def computes_the_whole(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
     """Right, but every rank gathers the sequence, computes all of it, and keeps its own rows."""
     ring = rs.Ring(group, layout="contiguous", min_size=1)
     whole = [ring.gather_sequence(x) for x in (q, k, v)]
-    out = rs.attention(*whole, pattern=rs.Full(), causal=causal)
-    return ring.split_sequence(out)
+    return ring.split_sequence(rs.attention(*whole, pattern=rs.Full(), causal=causal))
 
 
 def sees_one_too_far(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
     """Causality off by one: row p sees token p + 1."""
     if not causal:
-        return all_gather(q, k, v, causal=False, group=group)
+        return honest(q, k, v, causal=False, group=group)
     ring = rs.Ring(group, layout="contiguous", min_size=1)
-    keys, values = ring.gather_sequence(k), ring.gather_sequence(v)
+    groups = q.shape[2] // k.shape[2]
+    keys, values = (ring.gather_sequence(x).repeat_interleave(groups, dim=2) for x in (k, v))
     positions = ring.positions(keys.shape[1])
     scores = torch.einsum("bphd,bthd->bhpt", q, keys) * q.shape[-1] ** -0.5
     hidden = torch.arange(keys.shape[1]) > positions[:, None] + 1
@@ -63,40 +174,106 @@ def mixes_heads(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.Pr
     return out.transpose(1, 2)
 
 
+def drops_a_row(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
+    """Returns one row less than it was given."""
+    return honest(q, k, v, causal=causal, group=group)[:, 1:]
+
+
 def raises(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
     raise NotImplementedError("not on this device")
+
+
+_CALLS = itertools.count(1)
 
 
 def _over(ring: rs.Ring, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return rs.attention(q, k, v, pattern=rs.Full(), causal=causal, ring=ring)
 
 
+def _scaled_past(row: int, q: Tensor, out: Tensor, group: dist.ProcessGroup) -> Tensor:
+    ring = rs.Ring(group, layout="contiguous", min_size=1)
+    total = torch.tensor([q.shape[1]])
+    dist.all_reduce(total, group=group)
+    late = ring.positions(int(total)) >= row
+    return out * torch.where(late, 1.01, 1.0).to(out)[:, None, None]
+
+
 @dataclass(frozen=True)
 class _TamperedMail:
-    """Somebody else's mail, whose letters are changed as they are posted."""
+    """Another ring's mail; ``change`` is applied to some of its messages as they are posted."""
 
     mail: Mail
-    flips: bool
+    label: str
+    change: Callable[[Tensor], Any]
 
     @property
     def counters(self) -> Counters:
         return self.mail.counters
 
     def post(self, sends: Letters, receives: Letters, label: str) -> Flight:
-        for _, buffer in sends:
-            if self.flips and label.startswith("parcels"):
-                buffer.view(-1)[-1:].view(torch.uint8)[-1] ^= 0x7F
-            elif not self.flips and label.startswith("gradients"):
-                buffer.zero_()
+        for _, buffer in sends if label.startswith(self.label) else ():
+            self.change(buffer)
         return self.mail.post(sends, receives, label)
 
 
 class _TamperedRing(rs.Ring):
-    flips = True
+    def __init__(self, group: dist.ProcessGroup, label: str, change: Callable[[Tensor], Any]) -> None:
+        super().__init__(group, layout="contiguous", min_size=1)
+        self.label, self.change = label, change
 
     def deal(self, layout: Layout, tensors: Sequence[tuple[Tensor | None, int]]) -> list[tuple[int, Mail, list[Any]]]:
-        return [(rank, _TamperedMail(mail, self.flips), mine) for rank, mail, mine in super().deal(layout, tensors)]
+        dealt = super().deal(layout, tensors)
+        return [(rank, _TamperedMail(mail, self.label, self.change), mine) for rank, mail, mine in dealt]
 
 
-class _ForgetfulRing(_TamperedRing):
-    flips = False
+class _OnRank0(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, group: dist.ProcessGroup) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.causal, ctx.group = causal, group
+        whole = [_to_rank_0(x, group) for x in (q, k, v)]
+        out = rs.attention(*whole, pattern=rs.Full(), causal=causal) if dist.get_rank(group) == 0 else None
+        return _from_rank_0(out, q, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        own = ctx.saved_tensors
+        whole = [_to_rank_0(x, ctx.group) for x in own]
+        grad = _to_rank_0(grads[0].contiguous(), ctx.group)
+        found: Iterator[Tensor | None] = iter((None, None, None))
+        if dist.get_rank(ctx.group) == 0:
+            leaves = [x.requires_grad_() for x in whole]
+            with torch.enable_grad():
+                out = rs.attention(*leaves, pattern=rs.Full(), causal=ctx.causal)
+            found = iter(torch.autograd.grad(out, leaves, grad))
+        return *(_from_rank_0(x, mine, ctx.group) for x, mine in zip(found, own, strict=True)), None, None
+
+
+def _rows_of_all(x: Tensor, group: dist.ProcessGroup) -> list[int]:
+    rows = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, torch.tensor([x.shape[1]]), group=group)
+    return [int(count) for count in rows]
+
+
+def _to_rank_0(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    rows = _rows_of_all(x, group)
+    if dist.get_rank(group):
+        dist.send(x.detach().contiguous(), dist.get_global_rank(group, 0), group)
+        return x.new_empty(0)
+    parts = [x.detach()]
+    for rank in range(1, len(rows)):
+        parts.append(x.new_zeros(x.shape[0], rows[rank], *x.shape[2:]))
+        dist.recv(parts[-1], dist.get_global_rank(group, rank), group)
+    return torch.cat(parts, dim=1)
+
+
+def _from_rank_0(whole: Tensor | None, like: Tensor, group: dist.ProcessGroup) -> Tensor:
+    rows = _rows_of_all(like, group)
+    if whole is None:
+        mine = torch.zeros_like(like, memory_format=torch.contiguous_format)
+        dist.recv(mine, dist.get_global_rank(group, 0), group)
+        return mine
+    first, *others = whole.split(rows, dim=1)
+    for rank, part in enumerate(others, 1):
+        dist.send(part.contiguous(), dist.get_global_rank(group, rank), group)
+    return first.contiguous()

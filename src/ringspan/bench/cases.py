@@ -10,10 +10,15 @@ import torch
 from ringspan.geometry import Dilated, Pattern, parse_pattern
 from ringspan.layout import Layout, LayoutName
 
+_ANY_LENGTH = Dilated((1,), (1,))  # stands for the spanning patterns of all lengths
+
 
 @dataclass(frozen=True)
 class Case:
-    """``layout`` says which rows each rank holds; ``backward`` whether the backward pass is measured too."""
+    """``layout`` says which rows each rank holds; ``backward`` whether the backward pass is measured too.
+
+    ``spanning``: the pattern was chosen for the length (`Dilated.spanning`), and other lengths have another one.
+    """
 
     implementation: str
     pattern: Pattern
@@ -25,11 +30,18 @@ class Case:
     heads: int
     dim: int
     backward: bool
+    spanning: bool = False
 
     @property
     def ladder(self) -> Case:
         """The case without its length, and without what may depend on it: equal for all lengths of one ladder."""
-        return replace(self, tokens=0, layout="contiguous")
+        pattern = _ANY_LENGTH if self.spanning else self.pattern
+        return replace(self, tokens=0, layout="contiguous", pattern=pattern)
+
+    @property
+    def pattern_name(self) -> str:
+        """The pattern as the command line takes it."""
+        return "spanning" if self.spanning else pattern_label(self.pattern)
 
     @property
     def processes(self) -> int:

@@ -12,6 +12,7 @@ from ringspan.bench.cases import Case
 from ringspan.bench.implementations import IMPLEMENTATIONS
 from ringspan.bench.trials import Limits
 from ringspan.geometry import Full
+from ringspan.planning import RingPlan
 
 # Beside what the plan counts, a rank needs its workspace, and what libraries and allocators keep.
 OVERHEAD_BYTES = 64 * 2**20
@@ -25,9 +26,9 @@ def is_planned(case: Case) -> bool:
     return case.implementation in ("ringspan", "simulated")
 
 
-def planned_bytes(case: Case) -> list[int]:
-    """Bytes of each rank as ringspan's plan has them: rows of every tensor, and parcels at their peak."""
-    plan = rs.plan(
+def plan_of(case: Case) -> RingPlan:
+    """ringspan's plan of a case."""
+    return rs.plan(
         case.pattern,
         case.tokens,
         ring_size=case.ranks,
@@ -37,6 +38,11 @@ def planned_bytes(case: Case) -> list[int]:
         dim=case.dim,
         dtype=case.torch_dtype,
     )
+
+
+def planned_bytes(case: Case) -> list[int]:
+    """Bytes of each rank as ringspan's plan has them: rows of every tensor, and parcels at their peak."""
+    plan = plan_of(case)
     return [plan.memory(rank, backward=case.backward).total for rank in range(case.ranks)]
 
 

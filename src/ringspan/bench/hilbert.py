@@ -5,7 +5,7 @@ Everything is measured here and nothing is concluded: `hilbert_page` writes the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 import ringspan as rs
 from ringspan.bench.locality import rows_that_travel, share_of_neighbours_seen, shortest_segment
 from ringspan.bench.permutation import permutation_times
+from ringspan.bench.summaries import Spread, spread
 from ringspan.bench.turns import Clock, with_gradients, without_gradients
 from ringspan.order import GridOrder
 
@@ -75,6 +76,11 @@ class Findings:
     permutation: list[dict[str, Any]]
     curve_seconds: list[float]
     most_foreign_cores: float
+    disturbed: int  # calls that other programs disturbed, in spite of repeats
+
+    def spread(self, figures: Sequence[float]) -> Spread:
+        """Times or their ratios, marked if other programs disturbed a call of the study."""
+        return spread(figures, disturbed=self.disturbed > 0)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -108,7 +114,8 @@ def study(scale: Scale, announce: Announce) -> Findings:
     announce("the time of the permutation")
     del tensors
     permutation = list(_permutation(scale, shortest["Hilbert"], clock))
-    return Findings(scale, folded, shares, shortest, seconds, travelling, permutation, curve, clock.most_foreign_cores)
+    busy = (clock.most_foreign_cores, clock.disturbed)
+    return Findings(scale, folded, shares, shortest, seconds, travelling, permutation, curve, *busy)
 
 
 def _folded(scale: Scale, clock: Clock) -> Iterator[dict[str, Any]]:
@@ -138,6 +145,7 @@ def _permutation(scale: Scale, segment: int, clock: Clock) -> Iterator[dict[str,
             keeps_memory=keeps_memory,
         )
         clock.most_foreign_cores = max(clock.most_foreign_cores, found["most_foreign_cores"])
+        clock.disturbed += found["disturbed"]
         for mode, seconds in found["seconds"].items():
             yield dict(keeps_memory=keeps_memory, mode=mode, seconds=seconds)
 

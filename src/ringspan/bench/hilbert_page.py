@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import ringspan as rs
 from ringspan.bench.hilbert import Findings
-from ringspan.bench.summaries import spread
-from ringspan.bench.tables import factor, keep_together, seconds_with_spread
+from ringspan.bench.tables import factor, keep_together, mark, seconds_with_spread
 from ringspan.draw import draw_orders
 from ringspan.evidence.machine import describe_machine, one_line
 from ringspan.evidence.pages import Page, Picture, Rows, Table
@@ -19,6 +18,8 @@ _DRAWN_GRID, _DRAWN_SEGMENT, _DRAWN_RANKS = (32, 32), 64, 8
 def make_hilbert_page(found: Findings, command: str) -> Page:
     """The page, from the findings."""
     busy = f"others kept at most {found.most_foreign_cores:.2f} cores busy meanwhile"
+    if found.disturbed:
+        busy += f", and disturbed {found.disturbed} calls: all times are marked †"
     page = Page(
         "Orders, measured",
         _sentence(found),
@@ -39,10 +40,13 @@ def make_hilbert_page(found: Findings, command: str) -> Page:
 def _sentence(found: Findings) -> str:
     scale = found.scale
     gain = _median(found.shortest_seconds["row-major"]) / _median(found.shortest_seconds["Hilbert"])
+    unit = "seconds"
+    if found.disturbed:  # times would be headlined that say little
+        gain, unit = found.shortest["row-major"] / found.shortest["Hilbert"], "pairs"
     return (
         f"On a grid of {scale.grid[0]} x {scale.grid[1]}, attention in which {scale.share:.0%} of all neighbours "
         f"within {scale.radius:g} cells see each other is {gain:.1f} times cheaper along a Hilbert curve than in "
-        "row-major order, in seconds."
+        f"row-major order, in {unit}."
     )
 
 
@@ -74,9 +78,9 @@ def _equal_share_table(found: Findings) -> Table:
     rows: Rows = [["order", "segment", "pairs, of row-major's", "time", "faster than row-major"]]
     for name, length in found.shortest.items():
         times = found.shortest_seconds[name]
-        gains = spread(a / b for a, b in zip(base_seconds, times, strict=True))
+        gains = found.spread([a / b for a, b in zip(base_seconds, times, strict=True)])
         rows.append(
-            [name, f"{length:,}", f"1 / {base / length:.1f}", seconds_with_spread(spread(times)), factor(gains)]
+            [name, f"{length:,}", f"1 / {base / length:.1f}", seconds_with_spread(found.spread(times)), factor(gains)]
         )
     gap = found.shortest["Morton"] / found.shortest["Hilbert"]
     morton = (
@@ -116,7 +120,7 @@ def _permutation_table(found: Findings) -> Table:
         plain, once, ordered = (row["seconds"][name] for name in ("in order", "once", "order="))
         once_share = statistics.median(b / a for a, b in zip(plain, once, strict=True))
         share = statistics.median((b - a) / a for a, b in zip(plain, ordered, strict=True))
-        times = [seconds_with_spread(spread(times)) for times in (plain, once, ordered)]
+        times = [seconds_with_spread(found.spread(times)) for times in (plain, once, ordered)]
         memory = "kept" if row["keeps_memory"] else "given back"
         mode = "forward" if row["mode"] == "forward" else "forward and backward"
         rows.append([memory, mode, *times[:2], f"{once_share:.1%}", times[2], f"{share:.1%}"])
@@ -129,7 +133,7 @@ def _permutation_table(found: Findings) -> Table:
         "freed, and the pages of the next one are made as they are first written. In a process that keeps its memory "
         "(`MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=1099511627776` for glibc; jemalloc and tcmalloc do so, too, and "
         "torch itself on GPUs) this is paid once. To make "
-        f"the curve takes {seconds_with_spread(spread(found.curve_seconds))}, once."
+        f"the curve takes {seconds_with_spread(found.spread(found.curve_seconds))}, once."
     )
     return Table("What the permutation costs", rows, text)
 
@@ -139,10 +143,10 @@ def _folded_table(found: Findings) -> Table:
     for row in found.folded:
         for mode, name in (("forward", "forward"), ("both", "forward and backward")):
             plain, ordered = (row["seconds"][f"{mode} {which}"] for which in ("without", "with"))
-            gains = spread(a / b for a, b in zip(plain, ordered, strict=True))
-            times = [seconds_with_spread(spread(times)) for times in (plain, ordered)]
+            gains = found.spread([a / b for a, b in zip(plain, ordered, strict=True)])
+            times = [seconds_with_spread(found.spread(times)) for times in (plain, ordered)]
             causal = "yes" if row["causal"] else "no"
-            rows.append([f"{row['n']:,}", causal, name, *times, factor(gains), verdict(plain, ordered)])
+            rows.append([f"{row['n']:,}", causal, name, *times, factor(gains), verdict(plain, ordered) + mark(gains)])
     scale = found.scale
     pairs = zip(scale.pattern.segment_lengths, scale.pattern.dilation_rates, strict=True)
     text = (

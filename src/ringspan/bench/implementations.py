@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from typing import Literal
 
 import torch.distributed as dist
 from torch import Tensor
@@ -18,10 +19,13 @@ import ringspan as rs
 from ringspan.bench.cases import Case
 from ringspan.evidence import peers
 from ringspan.evidence.masked import Attend, blockwise_flex, masked_sdpa
+from ringspan.extras import install_command
 from ringspan.geometry import Dilated, Full, Pattern
 from ringspan.layout import LayoutName
+from ringspan.planning.breakeven import Rates
 
 _ANY = 1_000_000
+LOCAL_RATES = Rates(flops=5e10, bandwidth=1e9, latency=1e-4)  # processes on one CPU thread each, roughly
 
 
 def _everything_is_there() -> str:
@@ -50,10 +54,15 @@ class Implementation:
         return isinstance(pattern, self.patterns) and ranks <= self.most_ranks
 
 
-def _ringspan(case: Case) -> Attend:
-    options = dict(pattern=case.pattern, causal=case.causal, seq_len=case.tokens)
-    ring = rs.Ring(layout=case.layout) if case.ranks > 1 else None
-    return partial(rs.attention, ring=ring, **options)
+class RingAttention:
+    """ringspan on this rank's rows; ``ring`` counts what it sends, and is None on one process."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.ring = case, rs.Ring(layout=case.layout) if case.ranks > 1 else None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        case = self.case
+        return rs.attention(q, k, v, pattern=case.pattern, causal=case.causal, ring=self.ring, seq_len=case.tokens)
 
 
 class SimulatedAttention:
@@ -97,7 +106,7 @@ def _needs_compiler() -> str:
 
 
 OURS = (
-    Implementation("ringspan", "ringspan", _ringspan, patterns=(Full, Dilated)),
+    Implementation("ringspan", "ringspan", RingAttention, patterns=(Full, Dilated)),
     Implementation("simulated", "ringspan, simulated ring", SimulatedAttention, patterns=(Full, Dilated)),
 )
 PEERS = (
@@ -127,7 +136,7 @@ PEERS = (
         "ring-attention-pytorch",
         partial(_other_ring, peers.ring_attention_pytorch),
         layout="contiguous",
-        missing=partial(_needs, "ring_attention_pytorch", "pip install 'ringspan[peers]'"),
+        missing=partial(_needs, "ring_attention_pytorch", install_command("peers")),
     ),
     Implementation("all_gather", "all-gather", partial(_other_ring, peers.all_gather), layout="contiguous"),
 )
@@ -137,10 +146,11 @@ PEER_NAMES = tuple(one.name for one in PEERS)
 
 def make_cases(
     names: Sequence[str],
-    patterns: Sequence[Pattern],
+    patterns: Sequence[Pattern | Literal["spanning"]],
     tokens: Sequence[int],
     ranks: Sequence[int],
     *,
+    first_segment: int = 2048,
     causal: bool = True,
     layout: LayoutName | None = None,
     dtype: str = "float32",
@@ -150,13 +160,17 @@ def make_cases(
 ) -> list[Case]:
     """A case for every pattern, length, number of ranks and implementation that go together.
 
-    ``layout`` is ringspan's; None takes the better one for each case (`rs.best_layout`). An implementation that is not
-    installed has its cases all the same: they become rows that say so.
+    ``layout`` is ringspan's; None takes the faster one for each case (`rs.best_layout`, at the rates of local
+    processes). ``"spanning"`` is the pattern that spans each length, with segments from ``first_segment`` rows on. An
+    implementation that is not installed has its cases all the same: they become rows that say so.
     """
     cases = []
-    for n, pattern, size, name in product(tokens, patterns, ranks, names):
+    for n, wanted, size, name in product(tokens, patterns, ranks, names):
         who = IMPLEMENTATIONS[name]
+        pattern = rs.Dilated.spanning(n, first_segment) if wanted == "spanning" else wanted
         if who.offers(pattern, size):
-            rows = who.layout or layout or rs.best_layout(pattern, n, size, causal=causal, heads=heads).layout
-            cases.append(Case(name, pattern, n, size, causal, rows, dtype, heads, dim, backward and who.backward))
+            advice = rs.best_layout(pattern, n, size, causal=causal, heads=heads, dim=dim, rates=LOCAL_RATES)
+            rows = who.layout or layout or advice.layout
+            shape = (causal, rows, dtype, heads, dim, backward and who.backward)
+            cases.append(Case(name, pattern, n, size, *shape, spanning=wanted == "spanning"))
     return cases

@@ -53,7 +53,7 @@ def measure(grid: Sequence[int], heads: int, dim: int, segment: int, rounds: int
     }
     Clock().in_turns(both, 1)  # until memory that is kept is there
     passes = {name: clock.in_turns(calls, rounds) for name, calls in (("forward", forward), ("both", both))}
-    return dict(seconds=passes, most_foreign_cores=clock.most_foreign_cores)
+    return dict(seconds=passes, most_foreign_cores=clock.most_foreign_cores, disturbed=clock.disturbed)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ STYLES = {
     "ring_attention_pytorch": ("#009E73", "P"),
     "all_gather": ("#56B4E9", "X"),
 }
+DISTURBED_LABEL = "disturbed by other programs"
 _DASHES = {1: "-", 2: "--", 4: "-.", 8: ":"}
 Summaries = Mapping[Case, Summary]
 
@@ -33,13 +34,14 @@ Summaries = Mapping[Case, Summary]
 def throughput_picture(summaries: Summaries, name: str = "throughput") -> Picture:
     """Tokens per second over the length, a line for each implementation and number of processes."""
     figure, axis = _empty()
-    _draw_ladders(axis, summaries, lambda summary: summary.tokens_per_second)
+    _draw_ladders(axis, summaries, lambda summary: summary.tokens_per_second, times=True)
     axis.set_ylabel("tokens per second (log scale)")
     axis.set_title("Throughput: higher is better", loc="left", fontsize=11)
     _finish(figure, axis)
     caption = (
         "Tokens per second over the length of the sequence, medians. A level line: time grows with the length. A "
-        "falling line: it grows faster, as plain attention does. Dashes: how many processes. Hollow: plain attention."
+        "falling line: it grows faster, as plain attention does. Dashes: how many processes. Hollow: plain attention. "
+        "Crossed out: other programs disturbed every trial."
     )
     return Picture(name, figure, caption)
 
@@ -58,7 +60,9 @@ def memory_picture(summaries: Summaries, name: str = "memory") -> Picture:
     return Picture(name, figure, caption)
 
 
-def _draw_ladders(axis: Axes, summaries: Summaries, figure_of: Callable[[Summary], float]) -> None:
+def _draw_ladders(
+    axis: Axes, summaries: Summaries, figure_of: Callable[[Summary], float], *, times: bool = False
+) -> None:
     names = pattern_names(summaries)
     ladders: defaultdict[Case, list[Summary]] = defaultdict(list)
     for case, summary in summaries.items():
@@ -68,7 +72,10 @@ def _draw_ladders(axis: Axes, summaries: Summaries, figure_of: Callable[[Summary
         found.sort(key=lambda summary: summary.case.tokens)
         hollow = isinstance(ladder.pattern, Full)
         label = f"{title_of(ladder)}, {names[ladder.pattern]}, {process_count(ladder.ranks)}"
-        draw_line(axis, ladder, [s.case.tokens for s in found], [figure_of(s) for s in found], label, hollow=hollow)
+        lengths, figures = [s.case.tokens for s in found], [figure_of(s) for s in found]
+        draw_line(axis, ladder, lengths, figures, label, hollow=hollow)
+        if times:
+            cross_out(axis, lengths, figures, found)
     ticks = sorted({case.tokens for case in summaries})
     log_axes(axis, ticks, [length_label(n) for n in ticks])
     axis.set_xlabel("tokens (log scale)")
@@ -89,6 +96,15 @@ def draw_line(
         markersize=7,
         label=label,
     )
+
+
+def cross_out(axis: Axes, x: Sequence[float], y: Sequence[float], found: Sequence[Summary]) -> None:
+    """A cross over each time that other programs disturbed in every trial."""
+    disturbed = [(a, b) for a, b, summary in zip(x, y, found, strict=True) if summary.total.disturbed]
+    if disturbed:
+        label = DISTURBED_LABEL if DISTURBED_LABEL not in axis.get_legend_handles_labels()[1] else None
+        a, b = zip(*disturbed, strict=True)
+        axis.plot(a, b, linestyle="", marker="x", color="black", markersize=12, markeredgewidth=1.5, label=label)
 
 
 def log_axes(axis: Axes, ticks: Sequence[int], labels: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringspan.bench.cases import Case
-from ringspan.bench.implementations import IMPLEMENTATIONS, SimulatedAttention
+from ringspan.bench.implementations import IMPLEMENTATIONS, RingAttention, SimulatedAttention
 from ringspan.evidence.machine import busy_seconds
 from ringspan.evidence.masked import Attend
 from ringspan.measure import limit_growth, peak_growth
@@ -30,6 +30,7 @@ class RankFigures:
     own_cpu_seconds: float = 0.0
     busy_cpu_seconds: float = 0.0
     window_seconds: float = 0.0
+    sent_bytes: int | None = None  # forward and backward; None if nobody counts
 
 
 def measure_rank(case: Case, memory_bytes: int) -> list[RankFigures]:
@@ -45,7 +46,10 @@ def measure_rank(case: Case, memory_bytes: int) -> list[RankFigures]:
     limit_growth(memory_bytes)
 
     def run() -> RankFigures:
-        return _run(case, attend if implementation.compiled else implementation.prepare(case), _make_rows(case))
+        call = attend if implementation.compiled else implementation.prepare(case)
+        found = _run(case, call, _make_rows(case))
+        ring = call.ring if isinstance(call, RingAttention) else None
+        return found if ring is None else replace(found, sent_bytes=ring.counters.bytes_sent)
 
     figures, peak = peak_growth(run)
     return [replace(figures, peak_bytes=peak)]
@@ -56,7 +60,10 @@ def measure_simulated_ring(case: Case, memory_bytes: int) -> list[RankFigures]:
     limit_growth(memory_bytes + _START_UP_BYTES)
     attend = SimulatedAttention(case)
     figures = _run(case, attend, _make_rows(replace(case, ranks=1)))
-    return [replace(figures, peak_bytes=counters.peak_bytes) for counters in attend.ring.counters]
+    return [
+        replace(figures, peak_bytes=counters.peak_bytes, sent_bytes=counters.bytes_sent)
+        for counters in attend.ring.counters
+    ]
 
 
 def _make_rows(case: Case) -> list[Tensor]:

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ringspan.bench.cases import Case, pattern_label
-from ringspan.bench.forecast import is_planned
+from ringspan.bench.forecast import is_planned, plan_of
 from ringspan.bench.ladder import Settings
 from ringspan.bench.pictures import memory_picture, process_count, throughput_picture
 from ringspan.bench.store import Store
-from ringspan.bench.summaries import Summary, speed_up, summarize
+from ringspan.bench.summaries import Spread, Summary, speed_up, summarize
 from ringspan.bench.tables import (
     failures_table,
     keep_together,
     longest_table,
     mebibytes,
     memory_table,
+    reach_table,
     seconds,
+    sent_cell,
     speed_table,
 )
 from ringspan.bench.trials import Trial
@@ -36,6 +38,9 @@ def make_page(trials: Sequence[Trial], command: str) -> Page:
         page.parts.append(throughput_picture(summaries))
         page.parts.append(memory_table(summaries))
         page.parts.append(memory_picture(summaries))
+    reach = reach_table(summaries)
+    if reach:
+        page.parts.append(reach)
     page.parts.append(longest_table(summaries))
     failures = failures_table(summaries)
     if failures:
@@ -43,21 +48,35 @@ def make_page(trials: Sequence[Trial], command: str) -> Page:
     return keep_together(page)
 
 
-def headline(summaries: dict[Case, Summary]) -> str:
-    """One plain sentence: the longest case of ringspan on the most processes, and what it gained by them."""
+def headline(summaries: Mapping[Case, Summary]) -> str:
+    """The longest case of ringspan on the most processes: time and gain, unless disturbed; memory, bytes and reach."""
     ours = [s for case, s in summaries.items() if case.implementation == "ringspan" and s.measured]
     if not ours:
         return "Nothing was measured; the last table says why."
     best = max(ours, key=lambda s: (s.case.tokens, s.case.ranks))
-    case, gain = best.case, speed_up(summaries, best.case)
+    case = best.case
     causal = "causal" if case.causal else "not causal"
     passes = "forward and backward" if case.backward else "forward"
-    faster = f", {gain.median:.2f} times the speed of one process" if gain else ""
     return (
         f"{case.tokens:,} tokens ({pattern_label(case.pattern)}, {causal}, {case.heads} heads of {case.dim}, "
-        f"{case.dtype}), {passes}, in {seconds(best.total.median)} on {process_count(case.ranks)}{faster}, "
-        f"with {mebibytes(best.rank_bytes.median)} on the largest rank."
+        f"{case.dtype}), {passes}, {outcome(best, speed_up(summaries, case))} {plan_of(case).reach}"
     )
+
+
+def outcome(summary: Summary, gain: Spread | None) -> str:
+    """Time, speed-up, memory and bytes sent, as the end of a sentence. Disturbed times and speed-ups are left out."""
+    ranks, sent = process_count(summary.case.ranks), sent_cell(summary)
+    quiet = not summary.total.disturbed
+    text = f"in {seconds(summary.total.median)} on {ranks}" if quiet else f"on {ranks}"
+    if gain and not gain.disturbed:
+        text += f", {gain.median:.2f} times the speed of one process"
+    text += f", with {mebibytes(summary.rank_bytes.median)} on the largest rank"
+    text += f" and {sent} sent by the busiest." if sent else "."
+    if not quiet:
+        return f"{text} Other programs disturbed every trial, so no time is given: repeat on a quiet machine."
+    if gain and gain.disturbed:
+        return f"{text} Other programs disturbed every round, so no speed-up is given: repeat on a quiet machine."
+    return text
 
 
 def as_json(trials: Sequence[Trial], settings: Settings, store: Store, command: str) -> dict[str, Any]:

@@ -7,10 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from ringspan.bench.cases import Case, pattern_label
-from ringspan.bench.forecast import planned_bytes
+from ringspan.bench.forecast import plan_of, planned_bytes
 from ringspan.bench.implementations import IMPLEMENTATIONS
+from ringspan.bench.report import outcome
 from ringspan.bench.results_pictures import longest_picture, ring_memory_picture, two_picture
-from ringspan.bench.suites import RINGS, Scale
+from ringspan.bench.suites import REPEAT_UP_TO_SECONDS, RINGS, TRIAL_SECONDS, Scale
 from ringspan.bench.summaries import Summary, find_alone, speed_up, summarize
 from ringspan.bench.tables import (
     FAILED_TEXT,
@@ -18,9 +19,11 @@ from ringspan.bench.tables import (
     failure_rows,
     keep_together,
     longest_table,
+    mark,
     mebibytes,
-    seconds,
     seconds_with_spread,
+    sent_cell,
+    throughput,
     title_of,
     trials_cell,
 )
@@ -72,8 +75,10 @@ def write_results(page: Page, root: Path) -> dict[str, Path]:
     return paths
 
 
-def _dates(trials: Trials) -> str:
-    days = sorted({trial.when[:10] for part in trials.values() for trial in part if trial.ran})
+def _dates(trials: Trials, name: str = "") -> str:
+    """The days of all trials, or of those with a dilated or the full pattern."""
+    ran = [trial for part in trials.values() for trial in part if trial.ran]
+    days = sorted({trial.when[:10] for trial in ran if not name or _name(trial.case.pattern) == name})
     return " to ".join(dict.fromkeys((days[0], days[-1]))) if days else "nothing was run"
 
 
@@ -83,10 +88,17 @@ def _sentence(long: Summaries, scale: Scale) -> str:
         return f"{scale.long_length:,} tokens did not run; the last table says why."
     most = max(measured, key=lambda summary: summary.case.ranks)
     return (
-        f"{scale.long_length:,} tokens, forward and backward, in {seconds(most.total.median)} on {most.case.ranks} "
-        f"processes with {mebibytes(most.rank_bytes.median)} each: every figure below was measured in fresh processes, "
-        "and what did not run stands in the last table with its reason."
+        f"{scale.long_length:,} tokens ({pattern_label(most.case.pattern)}, causal), forward and backward, "
+        f"{outcome(most, speed_up(long, most.case))} {plan_of(most.case).reach} Every figure below was measured in "
+        "fresh processes, and what did not run is in the last table, with the reason."
     )
+
+
+def _patterns(trials: Trials) -> str:
+    """The dilated pattern of each length."""
+    cases = [trial.case for part in trials.values() for trial in part if _name(trial.case.pattern) == "dilated"]
+    found = {case.tokens: pattern_label(case.pattern) for case in sorted(cases, key=lambda case: case.tokens)}
+    return "; ".join(f"{tokens:,} tokens {label}" for tokens, label in found.items())
 
 
 def _setting_table(trials: Trials, scale: Scale) -> Table:
@@ -96,15 +108,18 @@ def _setting_table(trials: Trials, scale: Scale) -> Table:
     heads, dim = next(((trial.case.heads, trial.case.dim) for part in trials.values() for trial in part), (0, 0))
     rows = [
         ["what", "value"],
-        ["dilated", f"{pattern_label(scale.pattern)} (segment x rate), causal"],
+        ["dilated", f"segment x rate, causal, spanning the sequence: {_patterns(trials)}"],
         ["full", "plain causal attention"],
         ["shapes", f"batch 1, {heads} heads of {dim}, float32 unless said otherwise, one thread a process"],
         ["trials", f"{len(once)} in fresh processes; {disturbed} disturbed by other programs in spite of repeats"],
+        ["measured", ", ".join(f"{name}: {_dates(trials, name)}" for name in ("dilated", "full"))],
         ["raw data", "benchmarks/results/results.jsonl, a line for each trial"],
     ]
     text = (
         "Times are medians over rounds in which all cases of a length take turns, the slower rank counting; in "
-        "brackets the lowest and the highest. Trials that take longer than 20 s, their start included, are run once. "
+        "brackets the lowest and the highest. Disturbed trials (other programs kept more than 0.1 of a core busy) do "
+        "not count; figures marked † have no others. Trials that take longer than "
+        f"{REPEAT_UP_TO_SECONDS:.0f} s, their start included, are run once. "
         "ring-attention-pytorch is called as its function comes: contiguous rows, its own bucket size."
     )
     return Table("How it was measured", rows, text)
@@ -220,14 +235,15 @@ def _one_length_table(found: Summaries, tokens: int) -> Table:
         share = ""
         if base is not None and case.implementation != "ringspan":
             figure, of = ("total", "") if case.backward else ("forward", " (forward)")
-            share = f"{getattr(summary, figure).median / getattr(base, figure).median:.2f} x{of}"
+            theirs, own = getattr(summary, figure), getattr(base, figure)
+            share = f"{theirs.median / own.median:.2f} x{of}{mark(theirs) or mark(own)}"
         rows.append(
             [
                 *start,
                 seconds_with_spread(summary.forward),
                 backward,
                 seconds_with_spread(summary.total),
-                f"{summary.tokens_per_second:,.0f}",
+                throughput(summary),
                 mebibytes(summary.rank_bytes.median),
                 share,
             ]
@@ -247,6 +263,7 @@ def _long_table(found: Summaries, tokens: int) -> Table:
             "total",
             "tokens/s",
             "speed-up",
+            "sent by a rank",
             "planned for a rank",
             "measured, each rank",
         ]
@@ -254,19 +271,23 @@ def _long_table(found: Summaries, tokens: int) -> Table:
     for case, summary in found.items():
         start, planned = [case.dtype, str(case.ranks)], mebibytes(max(planned_bytes(case)))
         if not summary.measured:
-            rows.append([*start, _outcome(summary), "", "", "", "", planned, ""])
+            rows.append([*start, _outcome(summary), "", "", "", "", "", planned, ""])
             continue
         times = [seconds_with_spread(x) for x in (summary.forward, summary.backward, summary.total)]
-        speed, up = f"{summary.tokens_per_second:,.0f}", factor(speed_up(found, case))
+        speed, up = throughput(summary), factor(speed_up(found, case))
         peaks = ", ".join(mebibytes(peak) for peak in summary.measured[0].peak_bytes)
-        rows.append([*start, *times, speed, up, planned, peaks])
-    text = "The dilated pattern, causal, one trial each. Memory counts the inputs, the output and all gradients."
+        rows.append([*start, *times, speed, up, sent_cell(summary), planned, peaks])
+    label = pattern_label(next(iter(found)).pattern)
+    text = (
+        f"{label}, causal, one trial each. Sent: counted by the busiest rank, forward and backward. Memory counts the "
+        "inputs, the output and all gradients."
+    )
     return Table(f"{tokens:,} tokens", rows, text)
 
 
 def _longest_text(scale: Scale) -> str:
     return (
-        f"Within {mebibytes(scale.rank_budget_bytes)} a process and a minute and a half a trial, one trial each, "
+        f"Within {mebibytes(scale.rank_budget_bytes)} a process and {TRIAL_SECONDS:.0f} s a trial, one trial each, "
         "lengths doubling. Memory is checked before a trial (ringspan: its plan; others: their growth so far) and "
         "enforced during it."
     )

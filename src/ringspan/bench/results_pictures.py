@@ -8,9 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ringspan.bench.cases import Case
-from ringspan.bench.pictures import STYLES, draw_line, length_label, log_axes, plain_axes, process_count
+from ringspan.bench.pictures import STYLES, cross_out, draw_line, length_label, log_axes, plain_axes, process_count
 from ringspan.bench.summaries import Summary, reaches
-from ringspan.bench.tables import title_of
+from ringspan.bench.tables import throughput, title_of
 from ringspan.evidence.pages import Picture
 from ringspan.geometry import Full
 
@@ -60,7 +60,9 @@ def two_picture(found: Summaries) -> Picture:
         for ladder, ran in ladders.items():
             ran.sort(key=lambda summary: summary.case.tokens)
             label = f"{title_of(ladder)}, {process_count(ladder.ranks)}"
-            draw_line(axis, ladder, [s.case.tokens for s in ran], [s.total.median for s in ran], label)
+            lengths, totals = [s.case.tokens for s in ran], [s.total.median for s in ran]
+            draw_line(axis, ladder, lengths, totals, label)
+            cross_out(axis, lengths, totals, ran)
         ticks = sorted({case.tokens for case in found})
         log_axes(axis, ticks, [length_label(n) for n in ticks])
         axis.set_xlabel("tokens (log scale)")
@@ -69,7 +71,8 @@ def two_picture(found: Summaries) -> Picture:
     _finish(figure, axes)
     caption = (
         "Time of one forward and backward over the length, on one process (solid) and on two (dashed): the gap is the "
-        "speed-up. Dilated attention grows with the length, plain attention with its square."
+        "speed-up. Dilated attention grows with the length, plain attention with its square. Crossed out: other "
+        "programs disturbed every trial."
     )
     return Picture("results_two", figure, caption)
 
@@ -85,7 +88,7 @@ def longest_picture(found: Summaries, rank_budget_bytes: int) -> Picture:
         tokens = longest.case.tokens if longest else 0
         hatch = "//" if isinstance(ladder.pattern, Full) else ""
         axis.barh(place, tokens, color=colour, hatch=hatch, edgecolor="white")
-        speed = f"  {tokens:,} at {longest.tokens_per_second:,.0f} tokens/s" if longest else "  none"
+        speed = f"  {tokens:,} at {throughput(longest)} tokens/s" if longest else "  none"
         passes = "" if ladder.backward else ", forward only"
         axis.text(tokens, place, speed + passes, va="center", fontsize=9)
     names = [
@@ -102,7 +105,7 @@ def longest_picture(found: Summaries, rank_budget_bytes: int) -> Picture:
     caption = (
         f"The longest sequence that each computes, forward and backward, within {rank_budget_bytes // 2**20:,} MiB a "
         "process and the time limit, lengths doubling; beside it, how fast. Hatched: plain attention. The table says "
-        "what ended each climb."
+        "what ended each climb. †: other programs disturbed every trial."
     )
     return Picture("results_longest", figure, caption)
 

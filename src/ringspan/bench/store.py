@@ -22,10 +22,13 @@ def conditions(threads: int) -> dict[str, Any]:
 
 
 class Store:
-    """The trials of one file that were run under the same conditions. Others in it are left alone, and counted."""
+    """The trials of one file that were run under the same conditions. Others in it are left alone, and counted.
 
-    def __init__(self, path: Path, threads: int, *, fresh: bool = False) -> None:
-        self.path, self.conditions = path, conditions(threads)
+    With ``repeat_disturbed``, trials that other programs disturbed do not count: they are run again.
+    """
+
+    def __init__(self, path: Path, threads: int, *, fresh: bool = False, repeat_disturbed: bool = False) -> None:
+        self.path, self.conditions, self.repeat_disturbed = path, conditions(threads), repeat_disturbed
         self.fingerprint = hashlib.sha256(json.dumps(self.conditions, sort_keys=True).encode()).hexdigest()[:12]
         self.others = 0
         self._trials: dict[tuple[Case, int], Trial] = {}
@@ -61,6 +64,8 @@ class Store:
             del found["conditions"]
             if found.pop("fingerprint") == self.fingerprint:
                 trial = trial_from_json(found)
-                self._trials[trial.case, trial.round] = trial
+                self._trials[trial.case, trial.round] = trial  # a later trial replaces an earlier one
             else:
                 self.others += 1
+        if self.repeat_disturbed:
+            self._trials = {key: trial for key, trial in self._trials.items() if not trial.disturbed}

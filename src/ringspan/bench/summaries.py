@@ -16,27 +16,31 @@ from ringspan.bench.trials import Trial
 
 @dataclass(frozen=True)
 class Spread:
-    """The median of some figures, with the lowest and the highest of them."""
+    """The median of some figures, with the lowest and the highest; ``disturbed`` if every trial was."""
 
     median: float
     low: float
     high: float
     count: int
+    disturbed: bool = False
 
 
-def spread(figures: Iterable[float]) -> Spread:
+def spread(figures: Iterable[float], disturbed: bool = False) -> Spread:
     """The median of some figures, and between what they lie.
 
     >>> spread([3.0, 1.0, 2.0])
-    Spread(median=2.0, low=1.0, high=3.0, count=3)
+    Spread(median=2.0, low=1.0, high=3.0, count=3, disturbed=False)
     """
     values = sorted(figures)
-    return Spread(statistics.median(values), values[0], values[-1], len(values))
+    return Spread(statistics.median(values), values[0], values[-1], len(values), disturbed)
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A case and all its trials. Figures may be asked for only if one was ``measured``."""
+    """A case and all its trials. Figures may be asked for only if one was ``measured``.
+
+    Times are those of the trials that other programs did not disturb; of all trials only if they disturbed every one.
+    """
 
     case: Case
     trials: tuple[Trial, ...]
@@ -51,16 +55,29 @@ class Summary:
         return next((trial for trial in self.trials if not trial.measured), None)
 
     @cached_property
+    def quiet(self) -> tuple[Trial, ...]:
+        """The measured trials that other programs did not disturb."""
+        return tuple(trial for trial in self.measured if not trial.disturbed)
+
+    @cached_property
     def forward(self) -> Spread:
-        return spread(trial.forward_seconds for trial in self.measured)
+        return self._times("forward_seconds")
 
     @cached_property
     def backward(self) -> Spread:
-        return spread(trial.backward_seconds for trial in self.measured)
+        return self._times("backward_seconds")
 
     @cached_property
     def total(self) -> Spread:
-        return spread(trial.total_seconds for trial in self.measured)
+        return self._times("total_seconds")
+
+    def _times(self, name: str) -> Spread:
+        return spread((getattr(trial, name) for trial in self.quiet or self.measured), disturbed=not self.quiet)
+
+    @property
+    def sent_bytes(self) -> int | None:
+        """Bytes that the busiest rank sent, forward and backward; None if they were not counted."""
+        return max((max(trial.sent_bytes) for trial in self.measured if trial.sent_bytes), default=None)
 
     @cached_property
     def rank_bytes(self) -> Spread:
@@ -73,12 +90,13 @@ class Summary:
 
     @property
     def disturbed(self) -> int:
-        """How many trials others disturbed to the last."""
-        return sum(trial.disturbed for trial in self.measured)
+        """How many trials other programs disturbed, in spite of repeats."""
+        return len(self.measured) - len(self.quiet)
 
     @property
     def foreign_cores(self) -> float:
-        return max(trial.foreign_cores for trial in self.measured)
+        """The most cores that other programs kept busy during a trial whose time counts."""
+        return max(trial.foreign_cores for trial in self.quiet or self.measured)
 
     def as_json(self) -> dict[str, Any]:
         found: dict[str, Any] = {"case": self.case.as_json(), "trials": len(self.measured)}
@@ -86,6 +104,7 @@ class Summary:
             figures = ("forward", "backward", "total", "rank_bytes")
             found |= {name: asdict(getattr(self, name)) for name in figures}
             found |= {"tokens_per_second": self.tokens_per_second, "foreign_cores": self.foreign_cores}
+            found |= {"disturbed_trials": self.disturbed, "sent_bytes": self.sent_bytes}
         if is_planned(self.case):
             found["planned_rank_bytes"] = max(planned_bytes(self.case))
         if self.failure:
@@ -104,14 +123,17 @@ def summarize(trials: Iterable[Trial]) -> dict[Case, Summary]:
 def speed_up(summaries: Mapping[Case, Summary], case: Case) -> Spread | None:
     """How many times as fast as the same implementation on one process, round by round; None if that is not known.
 
-    Rounds are compared with each other, so that a drift of the machine cancels.
+    Rounds are compared with each other, so that a drift of the machine cancels. Rounds with a disturbed trial count
+    only if there are no others.
     """
     alone = find_alone(summaries, case)
     if alone is None or case.ranks == 1 or not summaries[case].measured:
         return None
-    single = {trial.round: trial.total_seconds for trial in alone.measured}
-    ratios = [single[t.round] / t.total_seconds for t in summaries[case].measured if t.round in single]
-    return spread(ratios) if ratios else None
+    single = {trial.round: trial for trial in alone.measured}
+    pairs = [(single[trial.round], trial) for trial in summaries[case].measured if trial.round in single]
+    quiet = [(one, many) for one, many in pairs if not (one.disturbed or many.disturbed)]
+    ratios = [one.total_seconds / many.total_seconds for one, many in quiet or pairs]
+    return spread(ratios, disturbed=not quiet) if ratios else None
 
 
 def find_alone(summaries: Mapping[Case, Summary], case: Case) -> Summary | None:

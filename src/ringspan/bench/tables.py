@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ringspan.bench.cases import Case, pattern_label
-from ringspan.bench.forecast import Forecast, planned_bytes
+from ringspan.bench.forecast import Forecast, plan_of, planned_bytes
 from ringspan.bench.implementations import IMPLEMENTATIONS
 from ringspan.bench.summaries import Reach, Spread, Summary, reaches, speed_up
 from ringspan.bench.trials import Limits, Trial
@@ -19,7 +19,12 @@ Summaries = Mapping[Case, Summary]
 SPEED_TEXT = """\
 Medians over rounds in which all cases of a length take turns, each trial in fresh processes and the slower rank
 counting; in brackets the lowest and the highest. Speed-up is against the same implementation on one process. Load:
-cores that other programs kept busy meanwhile, at most; trials that they disturbed to the last are counted as such."""
+cores that other programs kept busy meanwhile, at most. Disturbed trials, with a load above 0.1, do not count; figures
+marked † have no others."""
+REACH_TEXT = """\
+A token reaches the tokens of its longest segment. A segment that crosses ranks is sent, already dilated. Sent: counted
+by the busiest rank, forward and backward; planned: as ringspan's plan says before anything runs."""
+DISTURBED_MARK = " †"
 MEMORY_TEXT = """\
 Growth of a rank's resident memory at its peak: its rows of inputs, outputs and gradients, parcels, workspace and masks.
 Planned: what ringspan's plan says before anything runs, for the largest rank; it leaves out the workspace (16 MiB) and
@@ -47,17 +52,26 @@ def seconds_with_spread(figures: Spread) -> str:
     >>> seconds_with_spread(Spread(2.0, 1.5, 2.5, 3))
     '2.00 s (1.50 - 2.50)'
     """
-    if figures.count == 1:
-        return seconds(figures.median)
     low, high = (seconds(x).removesuffix(" s") for x in (figures.low, figures.high))
-    return f"{seconds(figures.median)} ({low} - {high})"
+    bounds = f" ({low} - {high})" if figures.count > 1 else ""
+    return seconds(figures.median) + bounds + mark(figures)
+
+
+def mark(figures: Spread) -> str:
+    """What stands behind a figure if other programs disturbed every trial it comes from."""
+    return DISTURBED_MARK if figures.disturbed else ""
 
 
 def factor(figures: Spread | None) -> str:
     if figures is None:
         return ""
     bounds = f" ({figures.low:.2f} - {figures.high:.2f})" if figures.count > 1 else ""
-    return f"{figures.median:.2f} x{bounds}"
+    return f"{figures.median:.2f} x{bounds}{mark(figures)}"
+
+
+def throughput(summary: Summary) -> str:
+    """Tokens per second."""
+    return f"{summary.tokens_per_second:,.0f}{mark(summary.total)}"
 
 
 def mebibytes(size: float) -> str:
@@ -83,10 +97,10 @@ def title_of(case: Case) -> str:
 
 
 def pattern_names(summaries: Summaries) -> dict[Pattern, str]:
-    """A short name for each pattern: "dilated" if there is but one of that kind."""
-    patterns = {case.pattern for case in summaries}
+    """A short name for the pattern of each ladder: "dilated" if there is only one of that kind."""
+    patterns = {case.ladder.pattern: case.pattern_name for case in summaries}
     alone = sum(isinstance(pattern, Dilated) for pattern in patterns) == 1
-    return {p: "dilated" if alone and isinstance(p, Dilated) else pattern_label(p) for p in patterns}
+    return {p: "dilated" if alone and isinstance(p, Dilated) else name for p, name in patterns.items()}
 
 
 def trials_cell(summary: Summary) -> str:
@@ -102,13 +116,13 @@ def speed_table(summaries: Summaries) -> Table:
             rows.append(
                 [
                     title_of(case),
-                    names[case.pattern],
+                    names[case.ladder.pattern],
                     f"{case.tokens:,}",
                     str(case.ranks),
                     seconds_with_spread(summary.forward),
                     seconds_with_spread(summary.backward) if case.backward else "not run",
                     seconds_with_spread(summary.total),
-                    f"{summary.tokens_per_second:,.0f}",
+                    throughput(summary),
                     factor(speed_up(summaries, case)),
                     f"{summary.foreign_cores:.2f}",
                     trials_cell(summary),
@@ -120,27 +134,73 @@ def speed_table(summaries: Summaries) -> Table:
 def terminal_tables(summaries: Summaries) -> list[Table]:
     """Medians alone, narrow enough for a terminal, a table for each pattern; the report has the rest."""
     tables = []
-    for pattern in dict.fromkeys(case.pattern for case in summaries):
-        rows: Rows = [["", "tokens", "ranks", "forward", "backward", "tok/s", "speed-up", "memory"]]
+    for pattern in dict.fromkeys(case.ladder.pattern for case in summaries):
+        rows: Rows = [["", "tokens", "ranks", "forward", "backward", "tok/s", "speed-up", "memory", "sent"]]
         for case, summary in summaries.items():
-            if case.pattern == pattern:
+            if case.ladder.pattern == pattern:
                 rows.append(
                     [case.implementation, f"{case.tokens:,}", str(case.ranks), *_medians(summaries, case, summary)]
                 )
-        tables.append(Table(pattern_label(pattern), rows))
+        patterns = dict.fromkeys(pattern_label(case.pattern) for case in summaries if case.ladder.pattern == pattern)
+        tables.append(Table("; ".join(patterns), rows))
     return tables
 
 
 def _medians(summaries: Summaries, case: Case, summary: Summary) -> list[str]:
     if not summary.measured:
-        return [summary.failure.outcome if summary.failure else "", "", "", "", ""]
+        return [summary.failure.outcome if summary.failure else "", "", "", "", "", ""]
     gain = speed_up(summaries, case)
     return [
-        seconds(summary.forward.median),
-        seconds(summary.backward.median) if case.backward else "not run",
-        f"{summary.tokens_per_second:,.0f}",
-        f"{gain.median:.2f} x" if gain else "",
+        seconds(summary.forward.median) + mark(summary.forward),
+        seconds(summary.backward.median) + mark(summary.backward) if case.backward else "not run",
+        throughput(summary),
+        f"{gain.median:.2f} x{mark(gain)}" if gain else "",
         mebibytes(summary.rank_bytes.median),
+        sent_cell(summary),
+    ]
+
+
+def sent_cell(summary: Summary) -> str:
+    """What the busiest rank sent, forward and backward; empty if nobody counted."""
+    sent = summary.sent_bytes
+    return "" if sent is None else f"{sent / 2**20:,.1f} MiB" if sent else "nothing"
+
+
+def reach_table(summaries: Summaries) -> Table | None:
+    """How far tokens see, which segments cross ranks, and what is sent: of ringspan's rings. None without a ring."""
+    rows: Rows = [["pattern", "tokens", "processes", "layout", "a token reaches", "cross ranks", "sent", "planned"]]
+    for case, summary in _rings(summaries):
+        plan = plan_of(case)
+        reach, ranks = plan.reach, range(case.ranks)
+        planned = max(
+            plan.bytes_sent(rank) + (plan.bytes_sent(rank, backward=True) if case.backward else 0) for rank in ranks
+        )
+        rows.append(
+            [
+                pattern_label(case.pattern),
+                f"{case.tokens:,}",
+                str(case.ranks),
+                case.layout,
+                f"{reach.longest_segment:,}",
+                ", ".join(f"{w:,}" for w in reach.crossing) or "none",
+                sent_cell(summary),
+                f"{planned / 2**20:,.1f} MiB",
+            ]
+        )
+    return Table("Reach, and what is sent", rows, REACH_TEXT) if len(rows) > 1 else None
+
+
+def idle_rings(summaries: Summaries) -> list[str]:
+    """A sentence for each ring that sends nothing, since no segment crosses its ranks."""
+    found = ((case, plan_of(case).reach) for case, _ in _rings(summaries))
+    return [f"{case.tokens:,} tokens on {case.ranks} ranks: {reach}" for case, reach in found if not reach.crossing]
+
+
+def _rings(summaries: Summaries) -> list[tuple[Case, Summary]]:
+    return [
+        (case, summary)
+        for case, summary in summaries.items()
+        if case.implementation == "ringspan" and case.ranks > 1 and summary.measured
     ]
 
 
@@ -155,7 +215,7 @@ def memory_table(summaries: Summaries) -> Table:
             rows.append(
                 [
                     title_of(case),
-                    names[case.pattern],
+                    names[case.ladder.pattern],
                     f"{case.tokens:,}",
                     str(case.ranks),
                     mebibytes(largest),
@@ -180,8 +240,7 @@ def reach_cells(reach: Reach) -> list[str]:
     if reach.longest is None:
         return ["none", "", "", end]
     longest = reach.longest
-    passes = "" if longest.case.backward else " (forward only)"
-    speed = f"{longest.tokens_per_second:,.0f}{passes}"
+    speed = throughput(longest) + ("" if longest.case.backward else " (forward only)")
     return [f"{longest.case.tokens:,}", speed, mebibytes(longest.rank_bytes.median), end]
 
 

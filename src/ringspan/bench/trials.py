@@ -10,10 +10,9 @@ from typing import Any, Literal, get_args
 
 from ringspan.bench.cases import Case, case_from_json
 from ringspan.bench.ranks import RankFigures, measure_rank, measure_simulated_ring
+from ringspan.evidence.machine import is_disturbed
 from ringspan.processes import run_local_ranks
 
-DISTURBED_CORES = 0.10  # a trial during which others kept more than this busy is repeated
-_CLOCK_TICKS_SECONDS = 0.05  # the system counts busy time in ticks: less foreign time than this says nothing
 _OUT_OF_MEMORY = re.compile(r"MemoryError|can't allocate memory|Cannot allocate memory|bad_alloc")
 
 Ran = Literal["measured", "out of memory", "out of time", "crashed"]
@@ -31,7 +30,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Trial:
-    """What came of a trial, or why there was none. The slower rank counts; ``peak_bytes`` are those of each rank."""
+    """What came of a trial, or why there was none. The slower rank counts.
+
+    ``peak_bytes`` are those of each rank, and so are ``sent_bytes``, forward and backward, where they are counted.
+    """
 
     case: Case
     round: int
@@ -44,6 +46,7 @@ class Trial:
     foreign_cores: float = 0.0
     attempts: int = 1
     wall_seconds: float = 0.0
+    sent_bytes: tuple[int, ...] = ()
     when: str = field(default_factory=lambda: datetime.datetime.now().isoformat(timespec="seconds"))
 
     @property
@@ -61,8 +64,7 @@ class Trial:
 
     @property
     def disturbed(self) -> bool:
-        foreign_seconds = self.foreign_cores * self.total_seconds
-        return self.foreign_cores > DISTURBED_CORES and foreign_seconds > _CLOCK_TICKS_SECONDS
+        return is_disturbed(self.foreign_cores, self.total_seconds)
 
     def holds_under(self, limits: Limits) -> bool:
         """Whether it would have ended the same under these limits, so that it need not be run again."""
@@ -72,8 +74,12 @@ class Trial:
             return limits.memory_bytes <= self.limits.memory_bytes
         return self.outcome == "crashed" or limits.seconds <= self.limits.seconds
 
+    @property
+    def _lists(self) -> dict[str, list[int]]:
+        return {"peak_bytes": list(self.peak_bytes), "sent_bytes": list(self.sent_bytes)}
+
     def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "case": self.case.as_json(), "peak_bytes": list(self.peak_bytes)}
+        return {**asdict(self), "case": self.case.as_json(), **self._lists}
 
 
 def trial_from_json(found: dict[str, Any]) -> Trial:
@@ -84,6 +90,7 @@ def trial_from_json(found: dict[str, Any]) -> Trial:
             "case": case_from_json(found["case"]),
             "limits": Limits(**found["limits"]),
             "peak_bytes": tuple(found["peak_bytes"]),
+            "sent_bytes": tuple(found.get("sent_bytes", ())),
         }
     )
 
@@ -124,6 +131,7 @@ def _combine(case: Case, number: int, limits: Limits, ranks: list[RankFigures], 
         forward_seconds=max(rank.forward_seconds for rank in ranks),
         backward_seconds=max(rank.backward_seconds for rank in ranks),
         peak_bytes=tuple(rank.peak_bytes for rank in ranks),
+        sent_bytes=tuple(rank.sent_bytes for rank in ranks if rank.sent_bytes is not None),
         foreign_cores=max(0.0, foreign),
         wall_seconds=wall_seconds,
     )

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 import ringspan as rs
 from ringspan.cli import bench, doctor, evaluate, generate, plan, rehearse, stream, train, verify
+from ringspan.cli.failures import reported
+
+
+class Commands(TyperGroup):
+    """The commands: whatever ends one of them early is reported in the same way."""
+
+    def make_context(self, *arguments: Any, **options: Any) -> Any:
+        with reported():
+            return super().make_context(*arguments, **options)
+
+    def invoke(self, ctx: Any) -> Any:
+        with reported():
+            return super().invoke(ctx)
+
 
 app = typer.Typer(
     name="ringspan",
+    cls=Commands,
     help="Exact dilated (LongNet) attention over a ring of devices: prove it, plan it, measure it, train with it.",
     epilog="Start with `ringspan verify`. Every command has examples: `ringspan COMMAND --help`.",
     no_args_is_help=True,

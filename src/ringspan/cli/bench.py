@@ -5,13 +5,26 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from ringspan.cli.bench_hilbert import bench_hilbert
 from ringspan.cli.bench_values import read_bytes, read_layout, read_lengths
-from ringspan.cli.options import AsJson, Dim, Heads, read_as, read_counts, read_dtype, read_pattern
+from ringspan.cli.console import make_console
+from ringspan.cli.options import (
+    PATTERN_HELP,
+    SPANNING,
+    AsJson,
+    Dim,
+    Heads,
+    read_as,
+    read_counts,
+    read_dtype,
+    read_pattern,
+    warn_of_unselected,
+    writing_to,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,7 +41,21 @@ _NOT_FOR_SUITES = (
     *("tokens", "ranks", "pattern", "causal", "layout", "dtype", "heads", "dim", "forward_only", "peers", "rounds"),
     *("time_limit", "threads"),
 )
-_NOT_FOR_STUDIES = (*(name for name in _NOT_FOR_SUITES if name != "threads"), "suite", "memory", "fresh", "dry_run")
+_NOT_FOR_STUDIES = (
+    *(name for name in _NOT_FOR_SUITES if name != "threads"),
+    "suite",
+    "memory",
+    "fresh",
+    "repeat_disturbed",
+    "dry_run",
+)
+
+
+class Keep(NamedTuple):
+    """Which trials of an earlier run are measured again."""
+
+    fresh: bool
+    repeat_disturbed: bool
 
 
 def bench(
@@ -47,12 +74,12 @@ def bench(
         list[str] | None,
         typer.Option(
             metavar="PATTERN",
-            help="full, or SEGMENTxRATE pairs. Say it again for another.",
-            show_default="2048x1,8192x4,32768x16",
+            help=f"{PATTERN_HELP} Say it again for another.",
+            show_default=SPANNING,
         ),
     ] = None,
     causal: Annotated[bool, typer.Option(help="Whether a query sees only keys up to itself.")] = True,
-    layout: Annotated[str, typer.Option(help="contiguous, zigzag, or best: the better one for each case.")] = "best",
+    layout: Annotated[str, typer.Option(help="contiguous, zigzag, or best: the faster one for each case.")] = "best",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
     heads: Heads = 8,
     dim: Dim = 64,
@@ -87,6 +114,9 @@ def bench(
         bool, typer.Option("--quick", help="With --suite or a study: tiny sizes, to see that it all runs.")
     ] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure everything anew, instead of going on.")] = False,
+    repeat_disturbed: Annotated[
+        bool, typer.Option("--repeat-disturbed", help="Measure again what other programs disturbed.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="List the cases with the memory they need; run none.")
     ] = False,
@@ -96,7 +126,9 @@ def bench(
 
     Safe to run: each trial has its own processes and a memory limit, lengths grow step by step, and what does not fit
     is a row of the result with its reason. Ctrl-C loses nothing: the same command goes on where it stopped. Times are
-    medians over rounds in which all cases take turns. Without options it takes about three minutes on two cores.
+    medians over rounds in which all cases take turns; those of trials that other programs disturbed do not count, or
+    are marked if there are no others. Without options it takes about three minutes on two cores, and --suite results
+    about 20.
 
     **Examples**
 
@@ -112,7 +144,6 @@ def bench(
 
     `ringspan bench hilbert --quick`
     """
-    from rich.console import Console  # noqa: PLC0415
 
     from ringspan.bench.implementations import PEER_NAMES, make_cases  # noqa: PLC0415
     from ringspan.bench.ladder import Settings  # noqa: PLC0415
@@ -120,20 +151,21 @@ def bench(
     from ringspan.bench.trials import Limits  # noqa: PLC0415
     from ringspan.geometry import Full  # noqa: PLC0415
 
-    progress = Console(stderr=True)
+    progress = make_console(stderr=True)
     if study:
         _check_study(context, study)
         bench_hilbert(progress, out, _command_line(), quick=quick, threads=threads, as_json=as_json)
         return
     budget = read_as("--memory", read_bytes, memory) if memory else _free_share()
+    keep = Keep(fresh, repeat_disturbed)
     if suite or quick:
         _check_suite(context, suite)
-        _run_suite(progress, budget, out, quick=quick, fresh=fresh, dry_run=dry_run, as_json=as_json)
+        _run_suite(progress, budget, out, keep, quick=quick, dry_run=dry_run, as_json=as_json)
         return
     settings = Settings(Limits(budget, time_limit), rounds, threads)
     cases = make_cases(
         ("ringspan", *PEER_NAMES) if peers else ("ringspan",),
-        [read_as("--pattern", read_pattern, text) for text in pattern or ["2048x1,8192x4,32768x16"]],
+        [SPANNING if text == SPANNING else read_as("--pattern", read_pattern, text) for text in pattern or [SPANNING]],
         read_as("--tokens", read_lengths, tokens),
         read_as("--ranks", read_counts, ranks),
         causal=causal,
@@ -145,37 +177,40 @@ def bench(
     )
     if peers and not any(isinstance(case.pattern, Full) for case in cases):
         progress.print("Other rings know plain attention only: add --pattern full to see them.", highlight=False)
+    for each in dict.fromkeys(case.pattern for case in cases):
+        warn_of_unselected(progress, each, max(case.tokens for case in cases), heads)
     if dry_run:
         _show_cases([Part("cases", cases, settings)], as_json)
         return
-    _measure(progress, cases, settings, out or Path("ringspan-report"), fresh=fresh, as_json=as_json)
+    _measure(progress, cases, settings, out or Path("ringspan-report"), keep, as_json=as_json)
 
 
 def _measure(
-    progress: Console, cases: Sequence[Case], settings: Settings, out: Path, *, fresh: bool, as_json: bool
+    progress: Console, cases: Sequence[Case], settings: Settings, out: Path, keep: Keep, *, as_json: bool
 ) -> None:
-    from rich.console import Console  # noqa: PLC0415
 
     from ringspan.bench import report  # noqa: PLC0415
-    from ringspan.bench.store import Store  # noqa: PLC0415
     from ringspan.bench.summaries import summarize  # noqa: PLC0415
-    from ringspan.bench.tables import terminal_tables  # noqa: PLC0415
+    from ringspan.bench.tables import idle_rings, terminal_tables  # noqa: PLC0415
     from ringspan.evidence.pages import rich_table  # noqa: PLC0415
 
     command = _command_line()
-    store = Store(out / "bench.jsonl", settings.threads, fresh=fresh)
+    store = _open_store(out, "bench.jsonl", settings.threads, keep)
     _say_what_is_there(progress, store)
     trials = _run(progress, cases, settings, store)
+    summaries = summarize(trials)
     page = report.make_page(trials, command)
     document = report.as_json(trials, settings, store, command)
-    paths = report.write_report(page, document, out)
+    with writing_to("--out", out):
+        paths = report.write_report(page, document, out)
     if as_json:
         typer.echo(json.dumps(document))
     else:
-        console = Console()
-        for table in terminal_tables(summarize(trials)):
+        console = make_console()
+        for table in terminal_tables(summaries):
             console.print(rich_table(table))
-        console.print(page.sentence, highlight=False, soft_wrap=True)
+        for sentence in [page.sentence, *idle_rings(summaries)]:
+            console.print(sentence, highlight=False, soft_wrap=True)
         console.print(f"Report: {paths['html']} (also .md and .json)", highlight=False, soft_wrap=True)
     _exit(progress, trials)
 
@@ -184,16 +219,14 @@ def _run_suite(
     progress: Console,
     budget: int,
     out: Path | None,
+    keep: Keep,
     *,
     quick: bool,
-    fresh: bool,
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    from rich.console import Console  # noqa: PLC0415
 
     from ringspan.bench import report, results_page, suites  # noqa: PLC0415
-    from ringspan.bench.store import Store  # noqa: PLC0415
 
     scale = suites.QUICK_SCALE if quick else suites.FULL_SCALE
     root = out or (Path("ringspan-report/quick") if quick else Path())
@@ -201,16 +234,17 @@ def _run_suite(
     if dry_run:
         _show_cases(parts, as_json)
         return
-    store = Store(root / "benchmarks/results/results.jsonl", threads=1, fresh=fresh)
+    store = _open_store(root, "benchmarks/results/results.jsonl", 1, keep)
     _say_what_is_there(progress, store)
     found = {part.name: _run(progress, part.cases, part.settings, store, part.name) for part in parts}
     page = results_page.make_results_page(found, scale, _command_line())
-    paths = results_page.write_results(page, root)
+    with writing_to("--out", root):
+        paths = results_page.write_results(page, root)
     trials = [trial for part in found.values() for trial in part]
     if as_json:
         typer.echo(json.dumps(report.as_json(trials, parts[0].settings, store, _command_line())))
     else:
-        console = Console()
+        console = make_console()
         console.print(page.sentence, highlight=False, soft_wrap=True)
         console.print(f"Written: {paths['markdown']}, {paths['html']}, {store.path}", highlight=False, soft_wrap=True)
     _exit(progress, trials)
@@ -223,7 +257,9 @@ def _run(progress: Console, cases: Sequence[Case], settings: Settings, store: St
 
     from ringspan.bench.ladder import run_cases  # noqa: PLC0415
 
-    what = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
+    what = TextColumn(
+        "{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")
+    )
     columns = (BarColumn(bar_width=16), MofNCompleteColumn(), TimeElapsedColumn(), what)
     seen = progress.is_terminal
     bar = Progress(*columns, console=progress, refresh_per_second=2, expand=True, transient=True, disable=not seen)
@@ -242,13 +278,19 @@ def _run(progress: Console, cases: Sequence[Case], settings: Settings, store: St
                 trials.append(trial)
                 if not trial.measured:
                     row = f"{trial.case}: {trial.outcome}: {trial.reason}"
-                    progress.print(row, highlight=False, style="yellow", soft_wrap=True)
+                    progress.print(row, highlight=False, style="yellow", soft_wrap=True, markup=False)
     except KeyboardInterrupt:
-        progress.print(
-            f"Interrupted. {len(store)} trials are kept in {store.path}: the same command goes on from there."
-        )
-        raise typer.Exit(130) from None
+        raise KeyboardInterrupt(
+            f"Interrupted. {len(store)} trials are kept in {store.path}: run the same command to continue."
+        ) from None
     return trials
+
+
+def _open_store(folder: Path, name: str, threads: int, keep: Keep) -> Store:
+    from ringspan.bench.store import Store  # noqa: PLC0415
+
+    with writing_to("--out", folder):
+        return Store(folder / name, threads, fresh=keep.fresh, repeat_disturbed=keep.repeat_disturbed)
 
 
 def _say_what_is_there(progress: Console, store: Store) -> None:
@@ -264,7 +306,6 @@ def _say_what_is_there(progress: Console, store: Store) -> None:
 
 def _show_cases(parts: Sequence[Part], as_json: bool) -> None:
     """What would be run, with the memory that each case is planned to need, if that can be known before."""
-    from rich.console import Console  # noqa: PLC0415
 
     from ringspan.bench.forecast import foretell  # noqa: PLC0415
     from ringspan.bench.tables import forecast_table  # noqa: PLC0415
@@ -275,7 +316,7 @@ def _show_cases(parts: Sequence[Part], as_json: bool) -> None:
         typer.echo(json.dumps({name: [forecast.as_json() for forecast in part] for name, part in found.items()}))
         return
     for part in parts:
-        Console().print(rich_table(forecast_table(part.name, found[part.name], part.settings.limits)))
+        make_console().print(rich_table(forecast_table(part.name, found[part.name], part.settings.limits)))
 
 
 def _exit(progress: Console, trials: Sequence[Trial]) -> None:
@@ -284,7 +325,7 @@ def _exit(progress: Console, trials: Sequence[Trial]) -> None:
 
     crashed = ringspan_crashed(trials)
     for trial in crashed:
-        progress.print(f"Crashed: {trial.case}: {trial.reason}", style="red", highlight=False)
+        progress.print(f"Crashed: {trial.case}: {trial.reason}", style="red", highlight=False, markup=False)
     if crashed or not any(trial.measured for trial in trials):
         raise typer.Exit(1)
 

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from ringspan.cli.console import make_console
+from ringspan.cli.options import writing_to
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -21,7 +24,6 @@ def bench_hilbert(
 ) -> None:
     """Measure, then write the tables: into docs/hilbert.md under ``out``, or, if quick, as a page of their own."""
     import torch  # noqa: PLC0415
-    from rich.console import Console  # noqa: PLC0415
 
     from ringspan.bench.hilbert import QUICK, Scale, study  # noqa: PLC0415
     from ringspan.bench.hilbert_page import make_hilbert_page  # noqa: PLC0415
@@ -34,6 +36,9 @@ def bench_hilbert(
         raise typer.BadParameter(
             f"there is no {target}: run it in the project's folder, or with --quick", param_hint="hilbert"
         )
+    raw = root / "benchmarks/results/hilbert.json"
+    with writing_to("--out", root):  # before anything is measured
+        raw.parent.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(threads)
     found = study(QUICK if quick else Scale(), lambda text: progress.print(f"{text} ..", highlight=False))
     page = make_hilbert_page(found, command)
@@ -42,14 +47,12 @@ def bench_hilbert(
         target = root / "hilbert.md"
     else:
         _write_into(target, page)
-    raw = root / "benchmarks/results/hilbert.json"
-    raw.parent.mkdir(parents=True, exist_ok=True)
     document = {"command": command, "machine": describe_machine(), **found.as_json()}
     raw.write_text(json.dumps(document, indent=1) + "\n")
     if as_json:
         typer.echo(json.dumps(document))
         return
-    console = Console()
+    console = make_console()
     print_page(page, console)
     console.print(page.sentence, highlight=False, soft_wrap=True)
     console.print(f"Written: {target}, {raw}", highlight=False, soft_wrap=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from ringspan.cli.console import make_console
 from ringspan.cli.options import AsJson
 
 if TYPE_CHECKING:
@@ -29,25 +30,20 @@ def doctor(as_json: AsJson = False) -> None:
 
     `ringspan doctor --json`
     """
-    from rich.console import Console  # noqa: PLC0415
 
     from ringspan.evidence.pages import rich_table  # noqa: PLC0415
 
-    progress = Console(stderr=True)
-    try:
-        with progress.status("looking around, and trying attention on every device and dtype ..."):
-            from ringspan.evidence.health import examine_machine  # noqa: PLC0415
+    progress = make_console(stderr=True)
+    with progress.status("looking around, and trying attention on every device and dtype ..."):
+        from ringspan.evidence.health import examine_machine  # noqa: PLC0415
 
-            health = examine_machine()
-    except KeyboardInterrupt:
-        progress.print("Interrupted.")
-        raise typer.Exit(130) from None
+        health = examine_machine()
 
     speaks = os.environ.get("RANK", "0") == "0"
     if speaks and as_json:
         typer.echo(json.dumps(_as_document(health)))
     elif speaks:
-        console = Console()
+        console = make_console()
         for table in _tables(health):
             shown = rich_table(table)
             for column in shown.columns:

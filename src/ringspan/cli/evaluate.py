@@ -8,20 +8,43 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ringspan.cli.console import make_console
 from ringspan.cli.options import AsJson, read_as, read_counts
-from ringspan.cli.trained import Step, trained_model
+from ringspan.cli.trained import Step, run_settings, trained_model
 from ringspan.train.errors import RunError
 from ringspan.train.settings import TrainSettings
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ringspan.models import LongNet
+    from ringspan.train.corpus import Corpus
     from ringspan.train.evaluate import Score
 
 
 def evaluate(
     run: Annotated[Path, typer.Argument(help="Folder of a run of `ringspan train`.")] = Path("ringspan-run"),
-    contexts: Annotated[str, typer.Option(help="Lengths that the context is cut to.")] = "1k,4k,16k,64k",
-    windows: Annotated[int, typer.Option(help="Places in the held-out text; all contexts see the same.")] = 64,
-    scored: Annotated[int, typer.Option(help="Bytes at the end of each window that count.")] = 512,
+    contexts: Annotated[
+        str,
+        typer.Option(
+            help="Lengths that the context is cut to, such as 1k,4k,16k; shorter than the held-out text.",
+            show_default="four lengths, up to that of training",
+        ),
+    ] = "",
+    windows: Annotated[
+        int | None,
+        typer.Option(
+            help="Places in the held-out text; all contexts see the same.",
+            min=1,
+            show_default="up to 64, so that no more is read than in training",
+        ),
+    ] = None,
+    scored: Annotated[
+        int | None,
+        typer.Option(
+            help="Bytes at the end of each window that count.", min=1, show_default="512, fewer if the text is short"
+        ),
+    ] = None,
     step: Step = 0,
     branches: Annotated[bool, typer.Option(help="Also score with branches of the pattern left out.")] = True,
     as_json: AsJson = False,
@@ -31,6 +54,8 @@ def evaluate(
     Every context is scored on the same bytes, so that only the context differs. Then the same weights with branches of
     their pattern left out, over the longest context: which ones does the model use, and how far does it look?
 
+    The text is that of the run, wherever the command is started; files that have changed since are an error.
+
     **Examples**
 
     `ringspan evaluate runs/books`
@@ -39,36 +64,105 @@ def evaluate(
 
     `ringspan evaluate runs/books --step 500`
     """
-    from rich.console import Console  # noqa: PLC0415
-    from rich.progress import track  # noqa: PLC0415
-
     from ringspan.evidence.device import this_ranks_device  # noqa: PLC0415
     from ringspan.train.corpus import Corpus  # noqa: PLC0415
-    from ringspan.train.evaluate import bigram_bits_per_byte, score_branches, score_contexts  # noqa: PLC0415
+    from ringspan.train.evaluate import (  # noqa: PLC0415
+        bigram_bits_per_byte,
+        cut_patterns,
+        default_contexts,
+        places,
+    )
+    from ringspan.train.selection import Selection  # noqa: PLC0415
 
-    lengths = read_as("--contexts", read_counts, contexts)
-    console = Console(stderr=as_json)
+    console = make_console(stderr=as_json)
     try:
-        settings = TrainSettings.read(run / "settings.json")
+        settings = run_settings(run)
         model = trained_model(run, step).to(this_ranks_device().device)
-        trained_on, held_out = Corpus.of(settings.data).split(settings.held_out)
-        found = score_contexts(model, held_out, lengths, windows=windows, scored=scored)
-        scores = list(track(found, "contexts", total=len(lengths), console=console))
-        by_branches: list[Score] = []
-        if branches and model.config.segment_lengths:
-            cut = score_branches(model, held_out, max(lengths), windows=windows, scored=scored)
-            by_branches = list(track(cut, "branches", total=len(model.config.segment_lengths) + 2, console=console))
+        trained_on, held_out = Corpus(Selection.of_run(run, settings.data)).split(settings.held_out)
     except (FileNotFoundError, RunError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
+    if len(held_out) < 2:
+        raise typer.BadParameter(f"{run} held out {len(held_out)} bytes of its text: train with a larger --held-out")
+    scored = scored or max(1, min(512, settings.tokens // 2, len(held_out) // 16))
+    room = len(held_out) - 1 - 8 * scored  # of a context that leaves places for nine windows
+    if contexts:
+        lengths = _read_contexts(contexts, held_out, scored)
+    else:
+        lengths = default_contexts(max(scored, min(settings.tokens, room)), scored)
+    cuts = len(cut_patterns(model.config)) if branches else 0
+    bytes_of_a_window = sum(lengths) + cuts * max(lengths)
+    as_in_training = _trained_bytes(run, settings) // bytes_of_a_window
+    windows = _windows(windows, places(held_out, max(lengths), scored), as_in_training)
+    console.print(trained_on.selection.lines()[0], highlight=False, soft_wrap=True, markup=False)
+    console.print(
+        f"{len(held_out):,} bytes of it are held out. Reading {windows * bytes_of_a_window:,} bytes: "
+        f"{windows} windows, {len(lengths)} contexts, {cuts} patterns.",
+        highlight=False,
+        soft_wrap=True,
+    )
+    scores, by_branches = _score(console, model, held_out, lengths, cuts, windows, scored)
     bigram = bigram_bits_per_byte(trained_on, held_out)
     if as_json:
         rows = {"scores": _as_rows(scores), "branches": _as_rows(by_branches)}
-        typer.echo(json.dumps({"bigram": bigram, **rows}))
+        typer.echo(json.dumps({"bigram": bigram, "windows": windows, "scored": scored, **rows}))
         return
     console.print(_table("context", scores, f"{windows} windows of {run}, the last {scored} bytes of each"))
     if by_branches:
         console.print(_table("segments", by_branches, f"the same with branches left out, {max(lengths):,} bytes"))
     console.print(f"A bigram: {bigram:.3f} bits per byte.", highlight=False)
+
+
+def _read_contexts(text: str, held_out: Corpus, scored: int) -> list[int]:
+    """The lengths of ``--contexts``, which the held-out text must have room for."""
+    from ringspan.train.evaluate import check_contexts  # noqa: PLC0415
+
+    lengths = sorted(set(read_as("--contexts", read_counts, text)))
+    try:
+        check_contexts(held_out, lengths, scored)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--contexts") from error
+    return lengths
+
+
+def _windows(wanted: int | None, places: int, as_in_training: int) -> int:
+    """As many windows as are wanted; by default no more bytes than in training, if that makes a few windows."""
+    if (wanted or 1) > places:
+        raise typer.BadParameter(
+            f"{wanted or 1}: the held-out text has room for {places} such windows; give fewer, shorter --contexts, a "
+            "smaller --scored, or train with a larger --held-out",
+            param_hint="--windows",
+        )
+    return wanted or min(places, max(4, min(64, as_in_training)))
+
+
+def _trained_bytes(run: Path, settings: TrainSettings) -> int:
+    """How much the run has read so far."""
+    from ringspan.train.metrics import METRICS, read_metrics  # noqa: PLC0415
+
+    if (run / METRICS).is_file():
+        return sum(int(step["tokens"]) for step in read_metrics(run))
+    return settings.steps * settings.tokens * settings.batch * settings.accumulate
+
+
+def _score(
+    console: Console, model: LongNet, held_out: Corpus, lengths: list[int], cuts: int, windows: int, scored: int
+) -> tuple[list[Score], list[Score]]:
+    """The scores of all contexts and of all cut patterns, with a bar that knows how long the rest will take."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415
+
+    from ringspan.train.evaluate import score_branches, score_contexts  # noqa: PLC0415
+
+    columns = (TextColumn("{task.description}"), BarColumn(20), TextColumn("{task.percentage:.0f}%"))
+    with Progress(*columns, TimeRemainingColumn(elapsed_when_finished=True), console=console) as bars:
+        bar = bars.add_task("contexts", total=windows * (sum(lengths) + cuts * max(lengths)))
+
+        def on_window(read: int) -> None:
+            bars.advance(bar, read)
+
+        options: dict[str, Any] = dict(windows=windows, scored=scored, on_window=on_window)
+        scores = list(score_contexts(model, held_out, lengths, **options))
+        bars.update(bar, description="patterns" if cuts else "contexts")
+        return scores, list(score_branches(model, held_out, max(lengths), **options)) if cuts else []
 
 
 def _as_rows(scores: list[Score]) -> list[dict[str, Any]]:

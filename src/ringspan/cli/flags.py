@@ -13,8 +13,12 @@ from ringspan.cli.options import read_count, read_counts
 from ringspan.train.settings import choices_of
 
 
-def flags_of(settings: type, topic: str = "") -> list[inspect.Parameter]:
-    """A flag for each described field of a dataclass; its default is None, which means "as the preset has it"."""
+def flags_of(shown: Any, source: str, topic: str = "") -> list[inspect.Parameter]:
+    """A flag for each described field of a dataclass; not given, it is None, and the preset's value holds.
+
+    Help shows the values of ``shown``, which are those of the preset ``source``.
+    """
+    settings = type(shown)
     hints = get_type_hints(settings)
     return [
         inspect.Parameter(
@@ -26,7 +30,7 @@ def flags_of(settings: type, topic: str = "") -> list[inspect.Parameter]:
                 typer.Option(
                     help=entry.metadata["help"],
                     rich_help_panel=entry.metadata["topic"] or topic,
-                    show_default=False,
+                    show_default=f"{source}: {_text(getattr(shown, entry.name))}",
                     **_reading(entry.name, hints[entry.name]),
                 ),
             ],
@@ -57,6 +61,13 @@ def _reading(name: str, kind: Any) -> dict[str, Any]:
     if kind == tuple[int, ...]:
         return {"parser": _read_tuple, "metavar": "COUNTS"}
     return {}
+
+
+def _text(value: Any) -> str:
+    """A value as its flag takes it."""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value)) or "none"
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
 def _read_tuple(text: str) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from ringspan.cli.console import make_console
 from ringspan.cli.options import AsJson, read_as, read_count
 from ringspan.cli.trained import Step, trained_model
 from ringspan.train.errors import RunError
@@ -71,9 +72,7 @@ def generate(
     if speaks and as_json:
         typer.echo(json.dumps({**dataclasses.asdict(written), "tokens_per_second": written.tokens_per_second}))
     elif speaks:
-        from rich.console import Console  # noqa: PLC0415
-
-        Console(stderr=True).print(f"\n{written}", highlight=False, soft_wrap=True, style="dim")
+        make_console(stderr=True).print(f"\n{written}", highlight=False, soft_wrap=True, style="dim")
     if ring is not None:
         import torch.distributed as dist  # noqa: PLC0415
 

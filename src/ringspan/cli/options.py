@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 import typer
 
-from ringspan.geometry import Dilated, Full, Pattern
+from ringspan.geometry import Dilated, Full, Pattern, unselected_warning
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 Value = TypeVar("Value")
+SPANNING: Final = "spanning"
+PATTERN_HELP = "spanning (2048x1,8192x4,.. up to --tokens), full, or SEGMENTxRATE pairs."
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -29,6 +36,15 @@ def read_pattern(text: str) -> Pattern:
         return Dilated(tuple(read_count(w) for w, _, _ in pairs), tuple(read_count(r) for _, _, r in pairs))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+
+
+def read_pattern_at(tokens: int) -> Callable[[str], Pattern]:
+    """A reader of patterns that also knows ``spanning``: segments that grow by 4 up to the length.
+
+    >>> read_pattern_at(32768)("spanning").segment_lengths
+    (2048, 8192, 32768)
+    """
+    return lambda text: Dilated.spanning(tokens) if text.strip().lower() == SPANNING else read_pattern(text)
 
 
 def read_count(text: str) -> int:
@@ -71,6 +87,24 @@ def read_as(option: str, reader: Callable[[str], Value], text: str) -> Value:
         return reader(text)
     except typer.BadParameter as error:
         raise typer.BadParameter(error.message, param_hint=option) from error
+
+
+def warn_of_unselected(console: Console, pattern: Pattern, tokens: int, kv_heads: int) -> str:
+    """Print what `rs.attention` would warn of, and return it."""
+    warning = unselected_warning(pattern, tokens, kv_heads)
+    if warning:
+        console.print(f"Warning: {warning}", style="yellow", highlight=False, soft_wrap=True)
+    return warning
+
+
+@contextmanager
+def writing_to(option: str, place: Path) -> Iterator[None]:
+    """Say in one line, with the name of its option, that a place cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or type(error).__name__
+        raise typer.BadParameter(f"{place}: must be a folder that can be written ({why})", param_hint=option) from error
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable result on stdout, and nothing else there.")]

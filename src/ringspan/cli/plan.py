@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast, get_args
 
 import typer
 
-from ringspan.cli.options import AsJson, Dim, Heads, read_as, read_count, read_pattern
+from ringspan.cli.console import make_console
+from ringspan.cli.options import (
+    PATTERN_HELP,
+    SPANNING,
+    AsJson,
+    Dim,
+    Heads,
+    read_as,
+    read_count,
+    read_pattern_at,
+    warn_of_unselected,
+    writing_to,
+)
+from ringspan.extras import missing_package
+from ringspan.geometry import Dilated
 from ringspan.layout import LayoutName, check_layout_name
 
 if TYPE_CHECKING:
@@ -21,9 +36,7 @@ if TYPE_CHECKING:
 
 
 def plan(
-    pattern: Annotated[
-        str, typer.Option(metavar="PATTERN", help="full, or SEGMENTxRATE pairs.")
-    ] = "2048x1,8192x4,32768x16",
+    pattern: Annotated[str, typer.Option(metavar="PATTERN", help=PATTERN_HELP)] = SPANNING,
     tokens: Annotated[
         str, typer.Option("--tokens", "-n", metavar="COUNT", help="Length: 131072, 128k or 1e9.")
     ] = "128k",
@@ -45,16 +58,20 @@ def plan(
         float | None, typer.Option(help="Seconds a hop costs.", show_default="measured, or 20e-6 if bandwidth is given")
     ] = None,
     measure: Annotated[
-        bool, typer.Option(help="Ask from what length on a ring pays, and measure the rates not given.")
+        bool,
+        typer.Option(
+            help="Ask from what length on a ring pays, and measure the rates not given. Otherwise they are assumed: "
+            "1e14 FLOP/s, 25e9 bytes/s, 20e-6 s."
+        ),
     ] = True,
     draw: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Draw pictures, as PNG and SVG.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Plan a ring: what each rank computes, sends and holds, which layout suits, and from what length on it pays.
+    """Plan a ring: what each rank computes, sends and holds, which layout is faster, and from what length on it pays.
 
-    No tensors, no processes: a rank of ten thousand and a billion tokens is planned in milliseconds. Only the last
-    question, from what length on a ring is faster than one device, needs rates: give them, or they are measured here
-    in a few seconds.
+    No tensors, no processes: one rank of ten thousand, with a billion tokens, is planned in a second. Which layout is
+    faster, and from what length on a ring beats one device, depends on rates: give them, or they are measured here in a
+    few seconds.
 
     **Examples**
 
@@ -66,16 +83,16 @@ def plan(
 
     `ringspan plan --ranks 4 --draw pictures`
     """
-    from rich.console import Console  # noqa: PLC0415
 
     from ringspan.evidence import plan_tables  # noqa: PLC0415
     from ringspan.evidence.plan_prices import make_plans, price_layout  # noqa: PLC0415
-    from ringspan.planning import advise_layout  # noqa: PLC0415
+    from ringspan.planning.breakeven import advise_layout  # noqa: PLC0415
 
     ring_size, length = read_as("--ranks", read_count, ranks), read_as("--tokens", read_count, tokens)
+    planned = read_as("--pattern", read_pattern_at(length), pattern)
     try:
         plans = make_plans(
-            read_as("--pattern", read_pattern, pattern),
+            planned,
             length,
             ring_size,
             _layouts(layout),
@@ -92,44 +109,54 @@ def plan(
     if rank is not None and rank >= ring_size:
         raise typer.BadParameter(f"{rank}: must lie in 0 .. {ring_size - 1}", param_hint="--rank")
 
-    progress = Console(stderr=True)
-    try:
-        with progress.status("planning ...") as status:
-            prices = {name: price_layout(ring, rank) for name, ring in plans.items()}
-            both = len(plans) == len(get_args(LayoutName)) and rank is None  # one rank says little about the others
-            advice = advise_layout(plans) if both else None
-            known, answers = None, {}
-            if measure and ring_size > 1:
-                status.update("measuring how fast this machine computes and sends ...")
-                known = _rates(flops, bandwidth, latency, dtype, dim)
-                status.update("looking for the length from which on a ring pays ...")
-                answers = _break_evens(plans, known, length)
-            pictures = []
-            if draw is not None:
-                status.update("drawing ...")
-                pictures = _draw(plans, draw)
-    except KeyboardInterrupt:
-        progress.print("Interrupted.")
-        raise typer.Exit(130) from None
+    progress = make_console(stderr=True)
+    warning = warn_of_unselected(progress, planned, length, kv_heads or heads)
+    measure = measure and ring_size > 1
+    with progress.status("planning ...") as status:
+        prices = {name: price_layout(ring, rank) for name, ring in plans.items()}
+        if measure:
+            status.update("measuring how fast this machine computes and sends ...")
+        known = _rates(flops, bandwidth, latency, dtype, dim, measure)
+        compare = len(plans) > 1 and ring_size > 1 and (measure or rank is None)  # one rank is priced alone
+        advice = advise_layout(plans, known.rates) if compare else None
+        answers = {}
+        if measure:
+            status.update("looking for the length from which on a ring pays ...")
+            name = advice.layout if advice else next(iter(plans))
+            answers = {name: _break_even(plans[name], known, pattern)}
+        pictures = []
+        if draw is not None:
+            status.update("drawing ...")
+            pictures = _draw(plans, draw)
 
     if as_json:
-        typer.echo(json.dumps(plan_tables.as_document(dtype, prices, advice, known, answers, list(map(str, pictures)))))
+        paths, warnings = list(map(str, pictures)), [warning] if warning else []
+        used = known if advice or answers else None
+        typer.echo(json.dumps(plan_tables.as_document(dtype, prices, advice, used, answers, paths, warnings)))
         return
-    console = Console()
-    console.print(
-        plan_tables.headline(next(iter(plans.values())), dtype), style="bold", highlight=False, soft_wrap=True
-    )
-    _print_table(console, plan_tables.side_by_side(prices))
-    if rank is None:
-        for price in prices.values():
-            _print_table(console, plan_tables.rank_table(price))
-    console.print()
+    tables = [plan_tables.side_by_side(prices)]
+    tables += [plan_tables.rank_table(price) for price in prices.values()] if rank is None else []
     sentences = [f"Layout: {advice}."] if advice else []
-    if known is not None:
-        sentences += [plan_tables.break_even_sentence(ring_size, length, answers), f"Rates: {known}."]
+    sentences += [plan_tables.break_even_sentence(plans[name], *answer) for name, answer in answers.items()]
+    sentences += [f"Rates: {known}."] if sentences else []
     sentences += [f"Picture: {path}" for path in pictures]
-    for sentence in sentences:
-        console.print(sentence, highlight=False, soft_wrap=True)
+    headline = plan_tables.headline(next(iter(plans.values())), dtype)
+    _print_page(headline, plan_tables.reach_sentences(prices), tables, sentences)
+
+
+def _print_page(headline: str, reach: Sequence[str], tables: Sequence[Table], sentences: Sequence[str]) -> None:
+    console = make_console()
+    console.print(headline, style="bold", highlight=False, soft_wrap=True)
+    _print_lines(console, reach)
+    for table in tables:
+        _print_table(console, table)
+    console.print()
+    _print_lines(console, sentences)
+
+
+def _print_lines(console: Console, lines: Sequence[str]) -> None:
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 def _layouts(name: str) -> tuple[LayoutName, ...]:
@@ -142,11 +169,13 @@ def _layouts(name: str) -> tuple[LayoutName, ...]:
     return (cast(LayoutName, name),)
 
 
-def _rates(flops: float | None, bandwidth: float | None, latency: float | None, dtype: str, dim: int) -> KnownRates:
+def _rates(
+    flops: float | None, bandwidth: float | None, latency: float | None, dtype: str, dim: int, measure: bool
+) -> KnownRates:
     from ringspan.evidence.rates import find_rates  # noqa: PLC0415
 
     try:
-        return find_rates(flops, bandwidth, latency, dtype=dtype, dim=dim)
+        return find_rates(flops, bandwidth, latency, dtype=dtype, dim=dim, measure=measure)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     except (RuntimeError, TimeoutError) as error:  # no gloo, no second process, no memory
@@ -154,24 +183,23 @@ def _rates(flops: float | None, bandwidth: float | None, latency: float | None, 
         raise typer.BadParameter(f"this machine could not be measured: {error}; {way_out}") from error
 
 
-def _break_evens(
-    plans: dict[LayoutName, RingPlan], known: KnownRates, tokens: int
-) -> dict[LayoutName, tuple[BreakEven, float]]:
+def _break_even(plan: RingPlan, known: KnownRates, pattern: str) -> tuple[BreakEven, float]:
+    """From what length on the ring pays, and how much faster it is at the length asked for."""
     from ringspan.planning.breakeven import LONGEST, break_even, speedup  # noqa: PLC0415
 
-    return {
-        name: (break_even(ring, known.rates, max(LONGEST, tokens)), speedup(ring, known.rates))
-        for name, ring in plans.items()
-    }
+    pattern_at = Dilated.spanning if pattern == SPANNING else None
+    longest = max(LONGEST, plan.layout.rows)
+    return break_even(plan, known.rates, longest, pattern_at), speedup(plan, known.rates)
 
 
 def _draw(plans: dict[LayoutName, RingPlan], folder: Path) -> list[Path]:
     try:
         from ringspan.draw import draw_plans  # noqa: PLC0415
 
-        return draw_plans(plans, folder)
+        with writing_to("--draw", folder):
+            return draw_plans(plans, folder)
     except ModuleNotFoundError as error:
-        raise typer.BadParameter(f"needs {error.name}: pip install 'ringspan[plot]'", param_hint="--draw") from error
+        raise typer.BadParameter(missing_package("drawing", error.name, "plot"), param_hint="--draw") from error
 
 
 def _print_table(console: Console, table: Table) -> None:

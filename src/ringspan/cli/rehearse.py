@@ -8,7 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from ringspan.cli.options import AsJson, Dim, Heads, read_as, read_count, read_dtype, read_pattern
+from ringspan.cli.console import make_console
+from ringspan.cli.options import (
+    PATTERN_HELP,
+    SPANNING,
+    AsJson,
+    Dim,
+    Heads,
+    read_as,
+    read_count,
+    read_dtype,
+    read_pattern_at,
+    warn_of_unselected,
+)
 from ringspan.layout import LayoutName, check_layout_name
 
 if TYPE_CHECKING:
@@ -24,9 +36,7 @@ def rehearse(
     rank: Annotated[
         int | None, typer.Option(help="Rehearse this rank only.", min=0, show_default="first, middle, last, worst")
     ] = None,
-    pattern: Annotated[
-        str, typer.Option(metavar="PATTERN", help="full, or SEGMENTxRATE pairs.")
-    ] = "2048x1,8192x4,32768x16",
+    pattern: Annotated[str, typer.Option(metavar="PATTERN", help=PATTERN_HELP)] = SPANNING,
     layout: Annotated[str, typer.Option(help="contiguous or zigzag.")] = "zigzag",
     causal: Annotated[bool, typer.Option(help="Whether a query sees only keys up to itself.")] = True,
     passing: Annotated[str, typer.Option(help="relay or direct; or nodes, which needs --ranks-per-node.")] = "relay",
@@ -60,7 +70,6 @@ def rehearse(
     import os  # noqa: PLC0415
 
     import torch  # noqa: PLC0415
-    from rich.console import Console  # noqa: PLC0415
 
     from ringspan.evidence.pages import rich_table  # noqa: PLC0415
     from ringspan.rehearse.network import Network  # noqa: PLC0415
@@ -69,12 +78,12 @@ def rehearse(
     ring_size = read_as("--ranks", read_count, ranks)
     if rank is not None and rank >= ring_size:
         raise typer.BadParameter(f"{rank}: must lie in 0 .. {ring_size - 1}", param_hint="--rank")
-    dtype = read_as("--dtype", read_dtype, dtype)
+    dtype, length = read_as("--dtype", read_dtype, dtype), read_as("--tokens", read_count, tokens)
     try:
         network = Network(bandwidth, latency, ranks_per_node, bandwidth_across)
         plan = _plan(
-            read_as("--pattern", read_pattern, pattern),
-            read_as("--tokens", read_count, tokens),
+            read_as("--pattern", read_pattern_at(length), pattern),
+            length,
             ring_size,
             layout,
             causal=causal,
@@ -88,25 +97,22 @@ def rehearse(
         raise typer.BadParameter(str(error)) from error
     chosen = ranks_worth_rehearsing(plan) if rank is None else {"asked for": rank}
     _check_memory(plan, chosen, backward)
-    progress = Console(stderr=True)
-    try:
-        with progress.status(f"{len(chosen)} of {ring_size:,} ranks are rehearsed, one after the other ..."):
-            ring = rehearse_ring(
-                plan,
-                chosen,
-                network,
-                getattr(torch, dtype),
-                backward=backward,
-                threads=threads or os.cpu_count() or 1,
-                timeout_seconds=timeout,
-            )
-    except KeyboardInterrupt:
-        progress.print("Interrupted.")
-        raise typer.Exit(130) from None
+    progress = make_console(stderr=True)
+    warn_of_unselected(progress, plan.pattern, length, plan.sizes.kv_heads)
+    with progress.status(f"{len(chosen)} of {ring_size:,} ranks are rehearsed, one after the other ..."):
+        ring = rehearse_ring(
+            plan,
+            chosen,
+            network,
+            getattr(torch, dtype),
+            backward=backward,
+            threads=threads or os.cpu_count() or 1,
+            timeout_seconds=timeout,
+        )
     if as_json:
         typer.echo(json.dumps(_document(plan, network, dtype, ring)))
     else:
-        console = Console()
+        console = make_console()
         console.print(rich_table(_table(plan, dtype, ring)))
         for sentence in _sentences(plan, network, ring):
             console.print(sentence, highlight=False, soft_wrap=True)
@@ -157,7 +163,7 @@ def _table(plan: RingPlan, dtype: str, ring: RehearsedRing) -> Table:
                 f"{rank.rows:,}",
                 f"{rank.tiles:,}",
                 f"{rank.hops:,}",
-                f"{rank.working:.3f}",
+                f"{rank.working:.3f}{' †' if rank.disturbed else ''}",
                 f"{rank.waiting:.3f}",
                 f"{sum(figures.bytes_sent for figures in passes) / 2**20:,.1f}",
                 f"{max(figures.peak_parcel_bytes for figures in passes) / 2**20:,.1f}",
@@ -174,12 +180,19 @@ def _sentences(plan: RingPlan, network: Network, ring: RehearsedRing) -> list[st
         else ""
     )
     size = plan.layout.ring_size
+    busy = max((rank.foreign_cores for rank in ring.ranks.values() if rank.disturbed), default=0.0)
     return [
+        str(plan.reach),
         "Measured here: work and memory. Counted: bytes, "
         + ("exactly those of the plan." if ring.bytes_as_planned else "WHICH ARE NOT THOSE OF THE PLAN."),
         f"Computed: waiting, at {network.bandwidth / 1e9:g} GB/s{across} and {network.latency * 1e6:g} µs a hop.",
-        f"Extrapolated: a step of all {size:,} ranks takes about {ring.step_seconds:.3f} s on as many devices like "
-        f"this; the slowest rehearsed rank is {ring.slowest.rank:,}.",
+        f"Extrapolated: a step of all {size:,} ranks takes about {ring.step_seconds:.3f} s{' †' if busy else ''} on as "
+        f"many devices like this; the slowest rehearsed rank is {ring.slowest.rank:,}.",
+        *(
+            [f"†: other programs kept up to {busy:.1f} cores busy meanwhile: repeat on a quiet machine."]
+            if busy
+            else []
+        ),
     ]
 
 
@@ -195,6 +208,7 @@ def _document(plan: RingPlan, network: Network, dtype: str, ring: RehearsedRing)
         "causal": plan.causal,
         "passing": str(plan.passing),
         "dtype": dtype,
+        "reach": dataclasses.asdict(plan.reach),
         "sizes": dataclasses.asdict(plan.sizes),
         "network": dataclasses.asdict(network),
         "rehearsed": [
@@ -205,7 +219,12 @@ def _document(plan: RingPlan, network: Network, dtype: str, ring: RehearsedRing)
                 "tiles": rank.tiles,
                 "hops": rank.hops,
                 "work_pairs": rank.work,
-                "measured": {"working_seconds": rank.working, "peak_growth_bytes": rank.peak_growth},
+                "measured": {
+                    "working_seconds": rank.working,
+                    "peak_growth_bytes": rank.peak_growth,
+                    "foreign_cores": rank.foreign_cores,
+                    "disturbed": rank.disturbed,
+                },
                 "computed": {"waiting_seconds": rank.waiting},
                 "counted": {
                     name: dataclasses.asdict(figures)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ringspan.cli.options import AsJson, Dim, Heads, read_as, read_count, read_dtype, read_pattern
+from ringspan.cli.console import make_console
+from ringspan.cli.options import AsJson, Dim, Heads, read_as, read_count, read_dtype, read_pattern, writing_to
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,24 +57,24 @@ def stream(
     """
     import os  # noqa: PLC0415
 
-    from rich.console import Console  # noqa: PLC0415
-
     # Before torch is there: reading and writing share the cores with torch's threads, which by default burn them while
     # they wait for one another.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     settings = _settings(tokens, pattern, causal, heads, kv_heads or heads, dim, dtype, seed, budget, anywhere, each)
-    progress = Console(stderr=True)
+    progress = make_console(stderr=True)
     try:
-        found = _run(settings, out, progress)
+        with writing_to("--out", out):
+            found = _run(settings, out, progress)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     except KeyboardInterrupt:
-        progress.print(f"Interrupted; the same command goes on from the last finished shard in {out}.")
-        raise typer.Exit(130) from None
+        raise KeyboardInterrupt(
+            f"Interrupted. Finished shards are kept in {out}: run the same command to continue."
+        ) from None
     if as_json:
         typer.echo(json.dumps(found.as_json()))
     else:
-        _say(Console(), found, out)
+        _say(make_console(), found, out)
     raise typer.Exit(0 if found.holds else 1)
 
 
@@ -119,7 +120,7 @@ def _run(settings: Settings, out: Path, console: Console) -> Demonstration:
         TextColumn("{task.description}"),
         BarColumn(20),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[text]}"),
+        TextColumn("{task.fields[text]}", markup=False),
     )
     with Progress(*columns, console=console) as bars:
         shards = bars.add_task("shards", total=None, text="")

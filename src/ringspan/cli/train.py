@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from ringspan.cli.console import make_console
 from ringspan.cli.flags import flags_of, with_flags
 from ringspan.cli.options import AsJson
+from ringspan.extras import missing_package
 from ringspan.models.config import NAMED, LongNetConfig
 from ringspan.train.errors import RunError
 from ringspan.train.guard import Guard
+from ringspan.train.interrupts import interrupts_to
 from ringspan.train.presets import PRESETS
 from ringspan.train.settings import TrainSettings
 
@@ -29,16 +32,18 @@ if TYPE_CHECKING:
 
 def train(
     data: Annotated[
-        list[str] | None, typer.Argument(help="Files and folders; without any, Python's own sources.")
+        list[str] | None, typer.Argument(help="Files, and folders of text; without any, Python's own sources.")
     ] = None,
-    preset: Annotated[str, typer.Option(help=f"Where to start from: {', '.join(PRESETS)}.")] = "quick",
+    preset: Annotated[str, typer.Option(help=f"Where to start from: {', '.join(PRESETS)}; see above.")] = "quick",
     config: Annotated[Path | None, typer.Option(help="A settings.json of a run, instead of a preset.")] = None,
-    model: Annotated[str, typer.Option(help=f"A named size: {', '.join(NAMED)}.", show_default=False)] = "",
+    model: Annotated[str, typer.Option(help=f"A named size: {', '.join(NAMED)}.", show_default="the preset's")] = "",
     resume: Annotated[
         Literal["auto", "never"],
         typer.Option(help="auto: from the last checkpoint in --out, if there is one. Restarts by torchrun need it."),
     ] = "never",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what the run will need, and stop.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what the run will need and how long it will take, and stop.")
+    ] = False,
     ranks: Annotated[int, typer.Option(help="For --dry-run: how many; 0 is those that torchrun started.", min=0)] = 0,
     metrics_port: Annotated[int, typer.Option(help="Serve figures to Prometheus on this port; 0 opens none.")] = 0,
     metrics_address: Annotated[
@@ -49,8 +54,12 @@ def train(
 ) -> None:
     """Train a LongNet on bytes. Every setting has a flag, and the run writes all of them into its folder.
 
+    `--dry-run` shows the model, its pattern, the memory of a rank and the expected time.
+
+    Ctrl-C saves a checkpoint after the current step, then stops; a second Ctrl-C stops at once.
+
     Exit status: 0 when the run is finished; 1 when it had to stop, with the reason; 2 for settings that cannot be; 3
-    for a worker whose launcher has died.
+    for a worker whose launcher has died; 130 after Ctrl-C.
 
     **Examples**
 
@@ -74,22 +83,15 @@ def train(
         raise typer.BadParameter(str(error)) from error
     rank = int(os.environ.get("RANK", "0"))
     launched = "TORCHELASTIC_RUN_ID" in os.environ
-    try:
-        # The guard comes first: torch takes seconds to import, and a launcher may die meanwhile.
-        with Guard(Path(settings.out), rank, os.getppid() if launched else None) as guard:
-            _train(settings, resume == "auto", guard, (metrics_address, metrics_port), as_json)
-    except (OSError, RuntimeError) as error:
-        sentence = _sentence(error)
-        if sentence is None:
-            raise
-        typer.secho(sentence if sentence.startswith("rank ") else f"rank {rank}: {sentence}", fg="red", err=True)
-        raise typer.Exit(1) from None
+    # The guard comes first: torch takes seconds to import, and a launcher may die meanwhile.
+    with Guard(Path(settings.out), rank, os.getppid() if launched else None) as guard:
+        _train(settings, resume == "auto", guard, (metrics_address, metrics_port), as_json)
 
 
 def _settings(preset: str, config: Path | None, model: str, given: dict[str, Any]) -> TrainSettings:
     if config is None and preset not in PRESETS:
         raise ValueError(f"--preset {preset}: must be one of {', '.join(PRESETS)}")
-    settings = PRESETS[preset] if config is None else TrainSettings.read(config)
+    settings = PRESETS[preset].settings if config is None else TrainSettings.read(config)
     if model:
         settings = dataclasses.replace(settings, model=LongNetConfig.named(model))
     return settings.changed({name: value for name, value in given.items() if value is not None})
@@ -105,65 +107,95 @@ def _check_restarts(resume: str) -> None:
         )
 
 
-def _sentence(error: OSError | RuntimeError) -> str | None:
-    """An error as a sentence for the user; None for a defect, which needs its traceback."""
-    from torch.distributed import DistError  # noqa: PLC0415
-
-    import ringspan as rs  # noqa: PLC0415
-
-    if isinstance(error, (OSError, RunError, rs.RingError)):
-        return str(error)
-    if isinstance(error, DistError) or "gloo" in str(error):
-        return f"another rank is gone, or could not be reached ({error})"
-    return None
-
-
 def _say_needs(settings: TrainSettings, ranks: int, as_json: bool) -> None:
-    from rich.console import Console  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
 
-    from ringspan.train.needs import needs_of  # noqa: PLC0415
+    from ringspan.evidence.plan_tables import pattern_text  # noqa: PLC0415
+    from ringspan.train.forecast import forecast  # noqa: PLC0415
+    from ringspan.train.needs import needs_of, reach_of  # noqa: PLC0415
 
     if int(os.environ.get("RANK", "0")):
         return
     world = ranks or int(os.environ.get("WORLD_SIZE", "1"))
-    needs = needs_of(settings, world)
+    model, needs = settings.model, needs_of(settings, world)
+    pattern = pattern_text(model.pattern_of(0))
+    with make_console(stderr=True).status("timing small steps on this machine ..."):
+        expected = forecast(settings, world)
     figures = {**dataclasses.asdict(needs), "total": needs.total}
     if as_json:
-        typer.echo(json.dumps({"ranks": world, "parameters": settings.model.parameters, "bytes": figures}))
+        seconds = {"step": expected.step_seconds, "run": expected.run_seconds, "what": "an estimate"}
+        found = {"ranks": world, "model": dataclasses.asdict(model), "parameters": model.parameters}
+        found |= {"pattern": pattern, "tokens": settings.tokens, "steps": settings.steps, "bytes": figures}
+        typer.echo(json.dumps({**found, "flops_per_step": expected.flops, "seconds": seconds}))
         return
-    table = Table(
-        "what", "of one rank", "", title=f"{settings.tokens:,} tokens on {world} rank(s)", title_justify="left"
-    )
+    table = Table("memory", "of one rank", "", title_justify="left")
     for entry in dataclasses.fields(needs):
         table.add_row(entry.name, f"{figures[entry.name] / 2**20:,.1f} MiB", entry.metadata["help"])
     table.add_row("total", f"{needs.total / 2**20:,.1f} MiB", "Python, torch and workspaces of kernels come on top")
-    console = Console()
+    console = make_console()
+    for line in (
+        f"Model: {model.parameters:,} parameters; {model.layers} layers of width {model.width}, {model.heads} heads "
+        f"({model.kv_heads} KV), MLP {model.mlp_width}; {settings.dtype}",
+        f"Pattern: {pattern}, causal",
+        f"Run: {settings.steps:,} steps of {settings.tokens:,} tokens x {settings.batch} x {settings.accumulate} "
+        f"(batch x accumulate) on {world} rank(s), {settings.ring_size(world)} to a sequence; into {settings.out}",
+        f"Time: about {_duration(expected.step_seconds)} a step, {_duration(expected.run_seconds)} in all. "
+        f"An estimate: {expected.flops / 1e9:,.3g} GFLOP a step on the busiest rank, at "
+        f"{expected.flops_per_second / 1e9:,.3g} GFLOP/s, measured on this machine; each rank needs such a device, and "
+        "transfers come on top.",
+    ):
+        console.print(line, soft_wrap=True)
     console.print(table)
-    console.print(f"{settings.model.parameters:,} weights", highlight=False)
+    console.print(f"In each layer: {reach_of(settings, settings.ring_size(world))}", soft_wrap=True)
+
+
+def _duration(seconds: float) -> str:
+    """
+    >>> _duration(0.25), _duration(200), _duration(1e5)
+    ('0.25 s', '3.3 minutes', '27.8 hours')
+    """
+    if seconds < 100:
+        return f"{seconds:.2g} s"
+    return f"{seconds / 60:.1f} minutes" if seconds < 6000 else f"{seconds / 3600:,.1f} hours"
 
 
 def _train(settings: TrainSettings, resume: bool, guard: Guard, endpoint: tuple[str, int], as_json: bool) -> None:
-    from rich.console import Console  # noqa: PLC0415
 
     from ringspan.cli.train_display import Display  # noqa: PLC0415
 
     trainer = _start(settings, resume)
     folder = Path(settings.out)
-    console = Console(stderr=as_json, quiet=not trainer.crew.is_speaker)
+    console = make_console(stderr=as_json, quiet=not trainer.crew.is_speaker)
     _say_start(console, trainer)
     with (
         Display(trainer, console) as display,
         guard.following(trainer, display.show_beats),
         _served(display, *endpoint, console),
     ):
-        trainer.run(display.show_step)
+        _run(trainer, display, console)
         trainer.save_model(folder / "model")
     trainer.close()
     console.print(f"The model is in {folder / 'model'}, the figures in {folder / 'metrics.jsonl'}.", soft_wrap=True)
     last = display.last
     if as_json and not console.quiet and last is not None:
         typer.echo(json.dumps({**dataclasses.asdict(last), "bits_per_byte": last.bits_per_byte, "out": str(folder)}))
+
+
+def _run(trainer: Trainer, display: Display, console: Console) -> None:
+    """All steps; an interrupted run ends with a KeyboardInterrupt that says how to continue it."""
+    notice = "Interrupted: saving a checkpoint after this step. Press Ctrl-C again to stop at once."
+    go_on = "To continue, run the same command with --resume auto."
+    try:
+        with interrupts_to(trainer.ask_to_stop, lambda: console.print(notice, style="yellow", soft_wrap=True)):
+            trainer.run(display.show_step)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"Interrupted at once: {trainer.checkpoints.last_good()}. {go_on}") from None
+    if trainer.is_stopping and trainer.next_step < trainer.settings.steps:
+        trainer.close()
+        raise KeyboardInterrupt(
+            f"Interrupted after step {trainer.next_step} of {trainer.settings.steps}: the checkpoint is "
+            f"{trainer.checkpoints.path_of(trainer.next_step)}. {go_on}"
+        )
 
 
 def _start(settings: TrainSettings, resume: bool) -> Trainer:
@@ -184,13 +216,15 @@ def _served(display: Display, address: str, port: int, console: Console) -> Iter
     try:
         from ringspan.train.endpoint import serve  # noqa: PLC0415
     except ModuleNotFoundError as error:
-        raise RunError(f"--metrics-port needs {error.name}: pip install 'ringspan[train]'") from None
+        raise RunError(missing_package("--metrics-port", error.name, "train")) from None
     with serve(display, address, port):
         console.print(f"Figures for Prometheus: http://{address}:{port}/metrics", highlight=False, soft_wrap=True)
         yield
 
 
 def _say_start(console: Console, trainer: Trainer) -> None:
+    from ringspan.train.needs import reach_of  # noqa: PLC0415
+
     settings, crew = trainer.settings, trainer.crew
     if trainer.next_step:
         console.print(f"Going on from step {trainer.next_step} of {settings.out}.", highlight=False)
@@ -200,6 +234,12 @@ def _say_start(console: Console, trainer: Trainer) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    console.print(f"In each layer: {reach_of(settings, crew.ring.size)}", highlight=False, soft_wrap=True)
+    for line in trainer.corpus.selection.lines():
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
-with_flags(train, [*flags_of(TrainSettings), *flags_of(LongNetConfig, "Model")])
+_first = PRESETS["quick"].settings
+with_flags(train, [*flags_of(_first, "quick"), *flags_of(_first.model, "quick", "Model")])
+_list = "".join(f"\n\n    `{name}`: {preset}" for name, preset in PRESETS.items())
+train.__doc__ = (train.__doc__ or "").replace("**Examples**", f"**Presets**{_list}\n\n    **Examples**")

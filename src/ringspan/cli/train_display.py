@@ -28,7 +28,7 @@ class Display:
         self.late: list[Straggler] = []
         self._metrics = Metrics(Path(trainer.settings.out), trainer.crew.is_speaker)
         columns = (TextColumn("step {task.completed:.0f}/{task.total:.0f}"), BarColumn(20), TimeRemainingColumn())
-        self._bar = Progress(*columns, TextColumn("{task.fields[figures]}"), console=console)
+        self._bar = Progress(*columns, TextColumn("{task.fields[figures]}", markup=False), console=console)
         self._task = self._bar.add_task("", total=trainer.settings.steps, completed=trainer.next_step, figures="")
 
     def __enter__(self) -> Display:

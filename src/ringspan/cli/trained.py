@@ -17,24 +17,28 @@ Step: TypeAlias = Annotated[
 ]
 
 
+def run_settings(run: Path) -> TrainSettings:
+    """The settings that a run wrote into its folder."""
+    path = run / "settings.json"
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; give the folder of a run of `ringspan train`, its --out")
+    return TrainSettings.read(path)
+
+
 def trained_model(run: Path, step: int) -> LongNet:
     """The model in a run's folder, after ``step`` steps if not 0; refuses a model that the run has left behind."""
     from ringspan.models import LongNet  # noqa: PLC0415
-    from ringspan.train.checkpoints import Checkpoints  # noqa: PLC0415
+    from ringspan.train.checkpoints import STEPS, Checkpoints  # noqa: PLC0415
 
-    settings = TrainSettings.read(run / "settings.json")
+    settings = run_settings(run)
     checkpoints = Checkpoints(run / "checkpoints", settings.keep)
     if not step:
-        weights, steps = run / "model/model.safetensors", checkpoints.steps()
-        if steps and not weights.exists():
+        steps, written = checkpoints.steps(), run / "model" / STEPS
+        if steps and not written.is_file():
             raise ValueError(f"{run} has not written its model yet: say --step {steps[-1]}, its last checkpoint")
-        if steps and _written(checkpoints.path_of(steps[-1])) > _written(weights):
+        if steps and written.read_text().strip() != str(steps[-1]):
             raise ValueError(f"{run} went on after its model was written: say --step {steps[-1]}, its last checkpoint")
         return LongNet.from_pretrained(run / "model")
     model = LongNet(settings.model)
     checkpoints.load_weights(step, model)
     return model
-
-
-def _written(path: Path) -> float:
-    return path.stat().st_mtime

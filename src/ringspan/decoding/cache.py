@@ -6,7 +6,8 @@ Knows tensors and integers, but no kernel and no softmax: `ringspan.decoding.ste
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -54,6 +55,11 @@ class BranchRows:
             larger = self.rows.new_empty((*self.rows.shape[:3], wanted, self.rows.shape[4]))
             larger[:, :, :, :room] = self.rows
         self.rows = larger
+
+    def clear(self, batch: int) -> None:
+        """Give the memory back."""
+        with torch.inference_mode(False):
+            self.rows = self.rows.new_empty((2, batch, self.rows.shape[2], 0, self.rows.shape[4]))
 
     def of(self, group: Lockstep) -> tuple[Tensor, Tensor]:
         """Keys and values of some sequences as (batch, room, kv_heads, dim)."""
@@ -118,11 +124,38 @@ class Cache:
             like = torch.empty(0, dtype=dtype, device=device)
             self.branches = tuple(BranchRows(kept, batch, dim, like) for kept in kept_rows(pattern, kv_heads))
         self.groups: list[Lockstep] = []
+        self.is_whole = True
         self.reset()
 
     def reset(self) -> None:
         """Forget everything; the memory is kept for the next text."""
+        if not self.is_whole:
+            for branch in self.branches:
+                branch.clear(self.batch)
         self.groups = [Lockstep(0, self.batch, 0, [[0] * self.kv_heads for _ in self.branches])]
+        self.is_whole = True
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Around everything that changes the rows: what ends in an error leaves a cache that is refused from then on.
+
+        Some branches, or some sequences, may have taken in the new rows, and others not.
+        """
+        self.check_whole()
+        self.is_whole = False
+        yield
+        self.is_whole = True
+
+    def check_whole(self) -> None:
+        """Raise if a change of the rows ended in an error."""
+        if not self.is_whole:
+            raise RuntimeError(
+                "the cache is incomplete: its last change ended in an error or was interrupted, so that only some of "
+                "the new rows are in it; reset() it and read the text again"
+            )
+
+    def __copy__(self) -> Cache:
+        return copy.deepcopy(self)  # two caches never share rows: each step writes in place
 
     @property
     def batch(self) -> int:
@@ -179,17 +212,19 @@ class Cache:
 
     def select(self, sequences: Sequence[int] | Tensor) -> None:
         """Go on with these sequences, in this order; one may come several times (beam search) or not at all."""
+        if not isinstance(sequences, (Sequence, Tensor)) or (isinstance(sequences, Tensor) and sequences.dim() != 1):
+            raise TypeError(f"sequences={sequences!r}: must be ints, in a sequence or a tensor with one dimension")
         chosen = [as_int("sequences", i) for i in (sequences.tolist() if isinstance(sequences, Tensor) else sequences)]
         for i in chosen or [-1]:
             if not 0 <= i < self.batch:
                 raise ValueError(f"sequences={chosen}: must lie in 0 .. {self.batch - 1}")
         owners = [next(g for g in self.groups if g.first <= i < g.stop) for i in chosen]
-        with torch.inference_mode(False):
+        with self.changing(), torch.inference_mode(False):
             index = torch.tensor(chosen, device=self.device)
             for branch in self.branches:
                 branch.rows = branch.rows.index_select(1, index)
-        self.groups = [Lockstep(i, 1, g.position, copy.deepcopy(g.filled)) for i, g in enumerate(owners)]
-        self.join()
+            self.groups = [Lockstep(i, 1, g.position, copy.deepcopy(g.filled)) for i, g in enumerate(owners)]
+            self.join()
 
     def part(self) -> None:
         """Let every sequence go its own way."""

@@ -18,10 +18,12 @@ from ringspan.api import attention
 from ringspan.decoding.cache import Cache, Lockstep
 from ringspan.decoding.fit import check_cache, check_sequences
 from ringspan.decoding.step import Result
+from ringspan.engine import with_dense_rows
 from ringspan.geometry import Documents, Lane, group_heads
 from ringspan.layout import Layout
 from ringspan.operands import autocast, check_operands, check_tensors
 from ringspan.ring import Ring, RingError, SimulatedRing
+from ringspan.ring.notes import digest, fingerprint
 from ringspan.travel import parcel_rows
 from ringspan.views import comb_view
 
@@ -91,31 +93,47 @@ def attention_prefill(
     if cache.ring not in (None, ring):
         raise ValueError(f"the cache is sharded over {cache.ring}, the prompt over {ring}: they must be one ring")
     gradients = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    layout = ring.agree(k.shape[1], lambda: _note(k, cache, lengths, gradients), seq_len, k)
+    layout = ring.agree(k.shape[1], lambda: _note(q, k, v, cache, lengths, scale, gradients), seq_len, k)
     if gradients:
         raise ValueError("q, k or v requires gradients, and a cache keeps none: call it under torch.no_grad()")
+    cache.check_whole()
     if any(cache.lengths):
         raise ValueError(
             f"the cache has seen {cache.lengths} tokens: a prompt over a ring begins a text; reset() the cache, or "
             "give every rank the whole block and call attention_step"
         )
     check_sequences(cache, k, lengths, layout.rows)
+    q, k, v = (with_dense_rows(x) for x in (q, k, v))
     options: dict[str, Any] = dict(pattern=cache.pattern, causal=True, scale=scale, kernel=kernel, lengths=lengths)
     with torch.no_grad():
         out, lse = attention(q, k, v, ring=ring, seq_len=layout.rows, return_lse=True, **options)
-        _take_in(cache, k, v, layout, ring, lengths)
+        with cache.changing():
+            _take_in(cache, k, v, layout, ring, lengths)
     return (out, lse) if return_lse else out
 
 
-def _note(k: Tensor, cache: Cache, lengths: tuple[int, ...] | None, gradients: bool) -> dict[str, Any]:
-    """What ranks must agree on, beside what `attention` compares."""
+def _note(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: Cache,
+    lengths: tuple[int, ...] | None,
+    scale: float | None,
+    gradients: bool,
+) -> dict[str, Any]:
+    """What ranks must agree on: `attention` is then told the length, and compares nothing itself."""
+    batch, _, heads, dim = q.shape
     return {
         "call": "attention_prefill",
-        "batch, kv_heads, dim": (k.shape[0], *k.shape[2:]),
-        "prompts": None if lengths is None else len(lengths),
-        "cache": "sharded" if cache.ring is not None else "gathered",
-        "tokens that the cache has seen": cache.lengths,
+        "batch, heads, kv_heads, dim": (batch, heads, k.shape[2], dim),
+        "dtype": str(k.dtype),
+        "lengths": digest(str(lengths), at_most=100),
+        "pattern": digest(cache.pattern.text, at_most=100),
+        "scale": digest(str(scale), at_most=100),
+        "cache": ("gathered" if cache.ring is None else "sharded") + ("" if cache.is_whole else ", incomplete"),
+        "tokens that the cache has seen": digest(str(cache.lengths), at_most=100),
         "whether gradients are needed": gradients,
+        "fingerprint": fingerprint(k, v),
     }
 
 

@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from ringspan.geometry import as_int
+
 
 class Sampler:
     """Chooses a token for each row of logits. The same seed and the same logits give the same tokens, on any device.
@@ -25,6 +27,10 @@ class Sampler:
     """
 
     def __init__(self, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0) -> None:
+        for name, value in (("temperature", temperature), ("top_p", top_p)):
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"{name}={value!r}: must be a number")
+        top_k, seed = as_int("top_k", top_k), as_int("seed", seed)
         if not (temperature >= 0 and math.isfinite(temperature)):
             raise ValueError(f"temperature={temperature}: must be at least 0; 0 takes the likeliest token")
         if top_k < 0:
@@ -38,6 +44,9 @@ class Sampler:
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Tokens (batch,) from logits (batch, vocabulary)."""
+        if not isinstance(logits, Tensor) or logits.dim() != 2 or logits.shape[1] == 0:
+            found = tuple(logits.shape) if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
+            raise ValueError(f"logits are {found}: must be a tensor (batch, vocabulary); of longer texts, take [:, -1]")
         scores = logits.detach().double().cpu()
         highest = scores.amax(-1, keepdim=True)
         if not highest.isfinite().all():  # the highest of NaN and anything is NaN

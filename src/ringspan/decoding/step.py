@@ -17,7 +17,7 @@ from ringspan.api import attention
 from ringspan.decoding.cache import Cache, Lockstep
 from ringspan.decoding.fit import check_cache, check_sequences
 from ringspan.decoding.shards import merge_over_ring
-from ringspan.engine import forward_tile_
+from ringspan.engine import forward_tile_, with_dense_rows
 from ringspan.geometry import Documents, Full, Lane, Pattern, group_heads
 from ringspan.kernels import Kernel, accumulation_dtype
 from ringspan.operands import autocast, check_operands, check_tensors, kernel_for, scale_for, without_autocast
@@ -90,8 +90,8 @@ def attention_step(
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise ValueError("q, k or v requires gradients, and decoding has none: call it under torch.no_grad()")
     chosen, factor = kernel_for(kernel, q), scale_for(scale, q)
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    with torch.no_grad(), without_autocast(q.device):
+    q, k, v = (with_dense_rows(x) for x in (q, k, v))
+    with torch.no_grad(), without_autocast(q.device), cache.changing():
         out, lse = _step(q, k, v, cache, lengths, factor, chosen)
     return (out, lse) if return_lse else out
 
@@ -188,7 +188,15 @@ def _among_themselves(
 ) -> Result:
     """A block of rows, as if nothing came before it: the pattern is moved to where the block begins."""
     moved = pattern if isinstance(pattern, Full) else replace(pattern, shift=pattern.shift + position)
-    out, lse = attention(q, k, v, pattern=moved, causal=True, scale=scale, kernel=kernel.name, return_lse=True)
+    out, lse = attention(
+        *(q, k, v),
+        pattern=moved,
+        causal=True,
+        scale=scale,
+        kernel=kernel.name,
+        return_lse=True,
+        seq_len=q.shape[1],  # few rows are meant
+    )
     return out.to(lse.dtype), lse
 
 

@@ -1,5 +1,6 @@
-"""Pictures: who sees what, who computes what, when, and in which order. Need matplotlib (ringspan[plot])."""
+"""Pictures: who sees what, who computes what, when, and in which order. Need matplotlib (the extra plot)."""
 
+from ringspan.draw.density import draw_density, pairs_by_cell
 from ringspan.draw.files import draw_plans, save_figure
 from ringspan.draw.order import draw_orders
 from ringspan.draw.pattern import draw_pattern
@@ -8,11 +9,13 @@ from ringspan.draw.schedule import draw_schedule
 from ringspan.draw.work import draw_work, pairs_by_hop
 
 __all__ = [
+    "draw_density",
     "draw_orders",
     "draw_pattern",
     "draw_plans",
     "draw_schedule",
     "draw_work",
+    "pairs_by_cell",
     "pairs_by_hop",
     "save_figure",
     "scaled_down",

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ringspan.draw.density import draw_density
 from ringspan.draw.pattern import draw_pattern
-from ringspan.draw.scale import scaled_down
+from ringspan.draw.scale import MOST_ROWS, scaled_down
 from ringspan.draw.schedule import draw_schedule
 from ringspan.draw.work import draw_work
 from ringspan.geometry import Full
@@ -24,21 +25,26 @@ _DOTS_PER_INCH = 150
 def draw_plans(plans: Mapping[LayoutName, RingPlan], folder: Path) -> list[Path]:
     """Draw plans that differ in their layout only; where the pictures are.
 
-    Long rings are scaled down for the two pictures that show every pair, and their titles say so; schedules are drawn
-    at the real length.
+    Who sees what and the schedules are drawn at the real length. Who computes what is drawn pair by pair: of a long
+    sequence or a large ring, a small plan like it is drawn instead, and the title says so.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    small, note = scaled_down(next(iter(plans.values())))
-    rates = (1,) if isinstance(small.pattern, Full) else small.pattern.dilation_rates
-    heads = min(small.sizes.kv_heads, max(rates), _MOST_HEADS)  # heads beyond the largest rate look like earlier ones
-    see = "; ".join(filter(None, ("darker: a key counts more often", note)))
-    figure = draw_pattern(small.pattern, small.layout.rows, heads, causal=small.causal, note=see)
-    paths = save_figure(figure, folder / "who_sees_what")
+    plan = next(iter(plans.values()))
+    paths = save_figure(_draw_seen(plan), folder / "who_sees_what")
     for name, plan in plans.items():
         small, note = scaled_down(plan)
         paths += save_figure(draw_work(small, note=note), folder / f"who_computes_what_{name}")
         paths += save_figure(draw_schedule(plan), folder / f"schedule_{name}")
     return paths
+
+
+def _draw_seen(plan: RingPlan) -> Figure:
+    rows, heads = plan.layout.rows, plan.sizes.kv_heads
+    if rows > MOST_ROWS:
+        return draw_density(plan.pattern, rows, heads, causal=plan.causal)
+    rates = (1,) if isinstance(plan.pattern, Full) else plan.pattern.dilation_rates
+    shown = min(heads, max(rates), _MOST_HEADS)  # heads beyond the largest rate look like earlier ones
+    return draw_pattern(plan.pattern, rows, shown, causal=plan.causal, note="darker: a key counts more often")
 
 
 def save_figure(figure: Figure, path: Path) -> list[Path]:

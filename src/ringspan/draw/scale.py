@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ringspan.draw.titles import pattern_pairs
 from ringspan.geometry import Dilated, Documents, Pattern
 from ringspan.layout import Layout
 from ringspan.planning import RingPlan
@@ -24,7 +25,7 @@ def scaled_down(plan: RingPlan) -> tuple[RingPlan, str]:
     >>> small.pattern.segment_lengths, small.pattern.dilation_rates, small.layout.rows
     ((4, 64), (1, 8), 64)
     >>> note
-    'scaled down: 32,768 tokens drawn as 64 rows, segments and rates to match'
+    'Not the plan itself but a small one like it: 64 tokens for 32,768, 4 x 1, 64 x 8 for 2048 x 1, 32768 x 16'
     """
     rows, size = plan.layout.rows, plan.layout.ring_size
     if rows <= MOST_ROWS and size <= MOST_RANKS:
@@ -36,9 +37,17 @@ def scaled_down(plan: RingPlan) -> tuple[RingPlan, str]:
     small = replace(
         plan, pattern=pattern, documents=Documents((kept,)), layout=Layout(plan.layout.name, kept, ranks), sizes=sizes
     )
-    matched = "" if not isinstance(pattern, Dilated) else ", segments and rates to match"
-    ring = f"; {ranks} ranks stand for {size:,}" if ranks < size else ""
-    return small, f"scaled down: {rows:,} tokens drawn as {kept} rows{matched}{ring}"
+    ring = f" over {ranks} ranks for {size:,}" if ranks < size else ""
+    likeness = f"{kept} tokens for {rows:,}{ring}{_instead(plan, small)}"
+    return small, f"Not the plan itself but a small one like it: {likeness}"
+
+
+def _instead(plan: RingPlan, small: RingPlan) -> str:
+    """The small pattern beside the one that it stands for."""
+    if plan.pattern == small.pattern:
+        return ""
+    drawn, wanted = (pattern_pairs(each.pattern) for each in (small, plan))
+    return f", {drawn} for {wanted}"
 
 
 def _stand_ins(plan: RingPlan) -> int:

@@ -63,12 +63,16 @@ def _draw_words(axis: Axes, plan: RingPlan, hops: int) -> None:
             fill = colours(0.1 + 0.8 * share) if hop.tiles else _NOTHING
             axis.add_patch(Rectangle((number + 0.04, rank + 0.06), 0.92, 0.88, color=fill))
             text = _hop_text(hop, number, plan.sizes.parcel_row_bytes)
-            text += f"\n{pairs[rank][number] / total:.1%} of all work" if hop.tiles else ""
+            text += f"\n{_share(pairs[rank][number] / total)} of all work" if hop.tiles else ""
             colour = "white" if share > 0.6 else "black"
             axis.text(number + 0.5, rank + 0.5, text, ha="center", va="center", fontsize=8, color=colour)
     axis.set(xlim=(0, hops), ylim=(len(pairs), 0))
     axis.set_xticks([i + 0.5 for i in range(hops)], ["own rows", *(f"hop {i}" for i in range(1, hops))])
     axis.set_yticks([i + 0.5 for i in plan.sample], [str(i) for i in plan.sample])
+
+
+def _share(part: float) -> str:
+    return f"{part:.1%}" if part >= 0.001 else "under 0.1%"
 
 
 def _draw_shades(figure: Figure, axis: Axes, plan: RingPlan, hops: int) -> None:

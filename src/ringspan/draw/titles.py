@@ -19,10 +19,15 @@ def pattern_title(pattern: Pattern, n: int, causal: bool) -> str:
     if isinstance(pattern, Full):
         name = "Full()"
     else:
-        pairs = zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)
-        name = "segments x rates: " + ", ".join(f"{w} x {r}" for w, r in pairs)
-        name += f", shift {pattern.shift}" if pattern.shift else ""
+        name = f"segments x rates: {pattern_pairs(pattern)}" + (f", shift {pattern.shift}" if pattern.shift else "")
     return f"{name}{', causal' if causal else ''}, n = {n:,}"
+
+
+def pattern_pairs(pattern: Pattern) -> str:
+    """Segments and rates, pair by pair."""
+    if isinstance(pattern, Full):
+        return "full"
+    return ", ".join(f"{w} x {r}" for w, r in zip(pattern.segment_lengths, pattern.dilation_rates, strict=True))
 
 
 def fitted(*lines: str, inches: float) -> str:

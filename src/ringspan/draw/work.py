@@ -47,7 +47,7 @@ def draw_work(plan: RingPlan, head: int = 0, *, note: str = "") -> Figure:
     width = max(_PANEL * across + _LEGEND, _NARROWEST)
     what = f"{pattern_title(plan.pattern, plan.layout.rows, plan.causal)}, {plan.layout.name}, KV head {head}"
     see = "Who computes what: keys of other ranks arrive hop by hop, and only where somebody sees them"
-    title = fitted(see, what, note, inches=width - _LEGEND)
+    title = fitted(see, note, what, inches=width - _LEGEND)
     figure = Figure(figsize=(width, 1.1 * _PANEL * down + 0.2 * title.count("\n") + 0.5), layout="constrained")
     panels = figure.subplots(down, across, squeeze=False)
     for number, axis in enumerate(panels.flat):

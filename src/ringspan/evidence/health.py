@@ -18,20 +18,21 @@ import ringspan as rs
 from ringspan import kernels
 from ringspan.evidence.machine import describe_machine
 from ringspan.evidence.selftest import DTYPES, SelfTest, run_self_test
+from ringspan.extras import install_command
 
 # What is not needed to compute attention, what it is for, and what gets it.
 _OPTIONAL_PACKAGES = {
-    "typer": ("the command line", "pip install 'ringspan[cli]'"),
-    "rich": ("the command line", "pip install 'ringspan[cli]'"),
-    "psutil": ("measuring memory and load", "pip install 'ringspan[cli]'"),
-    "jinja2": ("reports as HTML", "pip install 'ringspan[cli]'"),
-    "matplotlib": ("pictures", "pip install 'ringspan[plot]'"),
-    "ring-attention-pytorch": ("comparing with another ring", "pip install 'ringspan[peers]'"),
+    "typer": ("the command line", install_command("cli")),
+    "rich": ("the command line", install_command("cli")),
+    "psutil": ("measuring memory and load", install_command("cli")),
+    "jinja2": ("reports as HTML", install_command("cli")),
+    "matplotlib": ("pictures", install_command("plot")),
+    "ring-attention-pytorch": ("comparing with another ring", install_command("peers")),
     "triton": ("torch.compile on GPUs", "pip install triton"),
-    "transformers": ("Hugging Face models", "pip install 'ringspan[transformers]'"),
-    "deepspeed": ("sharded optimisers beside a ring", "pip install --no-build-isolation 'ringspan[deepspeed]'"),
-    "safetensors": ("weights in safe files", "pip install 'ringspan[train]'"),
-    "prometheus-client": ("an endpoint with a training's figures", "pip install 'ringspan[train]'"),
+    "transformers": ("Hugging Face models", install_command("transformers")),
+    "deepspeed": ("sharded optimisers beside a ring", "pip install --no-build-isolation deepspeed"),
+    "safetensors": ("weights in safe files", install_command("train")),
+    "prometheus-client": ("an endpoint with a training's figures", install_command("train")),
     "tensorboard": ("curves of a training", "pip install tensorboard"),
 }
 _BACKENDS = {

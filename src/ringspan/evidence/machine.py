@@ -12,6 +12,18 @@ from pathlib import Path
 import psutil
 import torch
 
+_DISTURBED_CORES = 0.10
+_CLOCK_TICKS_SECONDS = 0.05  # the system counts busy time in ticks: less foreign time than this says nothing
+
+
+def is_disturbed(foreign_cores: float, seconds: float) -> bool:
+    """Whether other programs kept so many cores busy that a time says little: more than a tenth of one.
+
+    >>> is_disturbed(0.2, seconds=10.0), is_disturbed(0.05, seconds=10.0), is_disturbed(0.2, seconds=0.1)
+    (True, False, False)
+    """
+    return foreign_cores > _DISTURBED_CORES and foreign_cores * seconds > _CLOCK_TICKS_SECONDS
+
 
 def describe_machine() -> dict[str, str | int | float]:
     """What stands beside every table: processor, cores, memory, versions and the date."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.table import Table as RichTable
+from rich.text import Text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,11 +22,15 @@ Rows = list[list[str]]
 
 @dataclass(frozen=True)
 class Table:
-    """``rows`` are cells as they are shown; the first row is the head. ``text`` says what to see, in Markdown."""
+    """``rows`` are cells as they are shown; the first row is the head. ``text`` says what to see, in Markdown.
+
+    A table of ``details`` is left out of a terminal.
+    """
 
     title: str
     rows: Rows
     text: str = ""
+    details: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,9 +54,9 @@ class Page:
 
 
 def print_page(page: Page, console: Console) -> None:
-    """Tables to a terminal; pictures are left out."""
+    """Tables to a terminal; pictures and details are left out."""
     for part in page.parts:
-        if isinstance(part, Table):
+        if isinstance(part, Table) and not part.details:
             console.print(rich_table(part))
             if part.text:
                 console.print(Markdown(part.text), style="dim")
@@ -61,7 +66,7 @@ def print_page(page: Page, console: Console) -> None:
 def rich_table(table: Table) -> RichTable:
     shown = RichTable(*table.rows[0], title=table.title, title_justify="left")
     for row in table.rows[1:]:
-        shown.add_row(*row)
+        shown.add_row(*map(Text, row))  # as it is, on any console: brackets are not markup
     return shown
 
 
@@ -108,12 +113,19 @@ def write_page(page: Page, folder: Path, name: str) -> dict[str, Path]:
 
 def write_into(path: Path, marker: str, lines: list[str]) -> None:
     """Replace what stands between ``<!-- marker -->`` and ``<!-- end of marker -->`` in a file of somebody's own."""
+    before, after = split_at_markers(path, marker)
+    path.write_text("\n".join([before, *lines, after]))
+
+
+def split_at_markers(path: Path, marker: str) -> tuple[str, str]:
+    """What stands before and after the place between a file's markers, markers included."""
     text = path.read_text()
     start, end = f"<!-- {marker} -->", f"<!-- end of {marker} -->"
-    if text.count(start) != 1 or text.count(end) != 1:
+    before, found, rest = text.partition(start)
+    inside, found_end, after = rest.partition(end)
+    if not found or not found_end or start in rest or end in before + inside + after:
         raise ValueError(f"{path}: needs one line {start!r} and, after it, one line {end!r}")
-    before, rest = text.split(start)
-    path.write_text("\n".join([before + start, *lines, end + rest.split(end)[1]]))
+    return before + start, end + after
 
 
 def _svg(figure: Figure) -> str:

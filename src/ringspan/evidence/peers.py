@@ -2,8 +2,10 @@
 
     function(q, k, v, *, causal, group) -> out
 
-q, k, v and out are this rank's rows, (batch, rows, heads, dim). Which rows those are, the attribute ``layout`` says:
-``"contiguous"`` unless it is set. A peer that is not installed raises ImportError when it is called.
+q, k, v and out are this rank's rows, (batch, rows, heads, dim); k and v may have fewer heads. Which rows those are, the
+attribute ``layout`` says: ``"contiguous"`` unless it is set. A function that hangs or crashes unless every rank holds
+equally many rows sets ``equal_shards = True``; anything else that it does not support, it raises on every rank. A peer
+that is not installed raises ImportError when it is called.
 """
 
 from __future__ import annotations
@@ -24,10 +26,15 @@ class Attention(Protocol):
 
 def torch_ring(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
     """torch's own context-parallel ring (private functions) with the CPU flash operator; rows lie in zigzag order."""
+    if k.shape[2] != q.shape[2]:
+        raise NotImplementedError(
+            "the CPU flash operator reads past the end of k and v if they have fewer heads than q"
+        )
     return _TorchRing.apply(q, k, v, causal, group)
 
 
 torch_ring.layout = "zigzag"  # type: ignore[attr-defined]
+torch_ring.equal_shards = True  # type: ignore[attr-defined]
 
 
 def ring_attention_pytorch(
@@ -52,16 +59,23 @@ def ring_attention_pytorch(
     return out
 
 
+ring_attention_pytorch.equal_shards = True  # type: ignore[attr-defined]
+
+
 def all_gather(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
     """Gather all keys and values, then attend own queries to them: right, but every rank holds the whole sequence."""
     keys, values = (_GatherWhole.apply(x, group) for x in (k, v))
     rows, first = q.shape[1], q.shape[1] * dist.get_rank(group)
+    grouped = k.shape[2] != q.shape[2]
     q, keys, values = (x.transpose(1, 2) for x in (q, keys, values))
     if not causal:
-        return scaled_dot_product_attention(q, keys, values).transpose(1, 2)
+        return scaled_dot_product_attention(q, keys, values, enable_gqa=grouped).transpose(1, 2)
     positions = torch.arange(first, first + rows, device=q.device)
     mask = torch.arange(keys.shape[2], device=q.device) <= positions[:, None]
-    return scaled_dot_product_attention(q, keys, values, attn_mask=mask).transpose(1, 2)
+    return scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=grouped).transpose(1, 2)
+
+
+all_gather.equal_shards = True  # type: ignore[attr-defined]
 
 
 class _GatherWhole(torch.autograd.Function):

@@ -11,8 +11,8 @@ from ringspan.evidence.plan_prices import LayoutPrice, RankPrice
 from ringspan.evidence.rates import KnownRates
 from ringspan.geometry import Full, Pattern
 from ringspan.layout import LayoutName
-from ringspan.planning import LayoutAdvice, Memory, RingPlan
-from ringspan.planning.breakeven import BreakEven
+from ringspan.planning import Memory, RingPlan
+from ringspan.planning.breakeven import BreakEven, LayoutAdvice
 
 
 def pattern_text(pattern: Pattern) -> str:
@@ -41,6 +41,7 @@ def side_by_side(prices: Mapping[LayoutName, LayoutPrice]) -> Table:
     def line(name: str, show: Callable[[Sequence[RankPrice]], str]) -> None:
         lines.append([name, *(show(price.ranks) for price in prices.values())])
 
+    lines.append(["branches that cross ranks", *(_crossing(price.plan) for price in prices.values())])
     line("rows", lambda ranks: f"{max(rank.rows for rank in ranks):,}")
     line("tiles", lambda ranks: f"{max(rank.tiles for rank in ranks):,}")
     line("hops", lambda ranks: f"{max(rank.hops for rank in ranks):,}")
@@ -81,22 +82,26 @@ def rank_table(price: LayoutPrice) -> Table:
     return Table(f"{price.plan.layout.name}: each rank, sizes in MiB", lines)
 
 
-def break_even_sentence(ring_size: int, tokens: int, answers: Mapping[LayoutName, tuple[BreakEven, float]]) -> str:
-    """From what length on the ring pays, under the layout that pays first; the other one in brackets.
+def reach_sentences(prices: Mapping[LayoutName, LayoutPrice]) -> list[str]:
+    """How far a token sees and whether anything crosses ranks: one sentence, or one for each layout if they differ."""
+    found = {name: str(price.plan.reach) for name, price in prices.items()}
+    if len(set(found.values())) == 1:
+        return list(found.values())[:1]
+    return [f"{name}: {sentence}" for name, sentence in found.items()]
 
-    ``answers`` holds, for each layout, the break-even and how much faster the ring is at ``tokens``.
-    """
-    best = min(answers, key=lambda name: (not answers[name][0].pays, answers[name][0].length))
-    answer, faster = answers[best]
+
+def break_even_sentence(plan: RingPlan, answer: BreakEven, faster: float) -> str:
+    """From what length on the ring pays under the plan's layout, and how much faster it is at the plan's length."""
+    size, tokens, layout = plan.layout.ring_size, plan.layout.rows, plan.layout.name
     if not answer.pays:
         return (
-            f"By the model, a ring of {ring_size:,} is never faster than one device, up to {answer.length:,} tokens: "
-            f"there {answer.reason}; one device works {answer.alone.work:.2g} s ({best})."
+            f"By the model, a ring of {size:,} is never faster than one device, up to {answer.length:,} tokens: "
+            f"there {answer.reason}; one device works {answer.alone.work:.2g} s ({layout})."
         )
-    others = "".join(f"; {name}: {_from_length(other)}" for name, (other, _) in answers.items() if name != best)
+    shortest = ", the shortest looked at" if answer.length == answer.shortest else ""
     return (
-        f"By the model, a ring of {ring_size:,} is faster than one device {_from_length(answer)} ({best}{others}); "
-        f"with {tokens:,} tokens it is {_times(faster)} as fast ({best})."
+        f"By the model, a ring of {size:,} is faster than one device from {'' if shortest else 'about '}"
+        f"{answer.length:,} tokens on{shortest}; with {tokens:,} tokens it is {_times(faster)} as fast ({layout})."
     )
 
 
@@ -107,6 +112,7 @@ def as_document(
     known: KnownRates | None,
     answers: Mapping[LayoutName, tuple[BreakEven, float]],
     pictures: Sequence[str],
+    warnings: Sequence[str],
 ) -> dict[str, Any]:
     """Everything as one JSON document; bytes and pairs as whole numbers, times in seconds."""
     plan = next(iter(prices.values())).plan
@@ -119,17 +125,26 @@ def as_document(
         "dtype": dtype,
         "sizes": asdict(plan.sizes),
         "layouts": {
-            name: {"all_ranks_priced": price.is_whole, "ranks": [asdict(rank) for rank in price.ranks]}
+            name: {
+                "all_ranks_priced": price.is_whole,
+                "reach": asdict(price.plan.reach),
+                "ranks": [asdict(rank) for rank in price.ranks],
+            }
             for name, price in prices.items()
         },
-        "advice": asdict(advice) if advice else None,
+        "advice": {"layout": advice.layout, "reason": advice.reason, "seconds": _seconds(advice)} if advice else None,
         "rates": {**asdict(known.rates), "sources": known.sources} if known else None,
         "break_even": {
             name: {**asdict(answer), "reason": answer.reason, "speedup_at_tokens": faster}
             for name, (answer, faster) in answers.items()
         },
         "pictures": list(pictures),
+        "warnings": list(warnings),
     }
+
+
+def _seconds(advice: LayoutAdvice) -> dict[str, dict[str, float]]:
+    return {name: {**asdict(time), "total": time.total} for name, time in advice.times.items()}
 
 
 def _scope(price: LayoutPrice) -> str:
@@ -139,6 +154,10 @@ def _scope(price: LayoutPrice) -> str:
     if price.is_whole:
         return "The largest figure of any rank"
     return f"The largest figure of {looked_at} ranks, an even sample of {size:,}"
+
+
+def _crossing(plan: RingPlan) -> str:
+    return f"{len(plan.reach.crossing)} of {len(plan.pattern.branches(plan.layout.rows))}"
 
 
 def _largest_memory(ranks: Sequence[RankPrice], way: str) -> Memory:
@@ -158,11 +177,3 @@ def _mebi(count: int) -> str:
 
 def _times(factor: float) -> str:
     return f"{factor:.2f} x" if factor < 10 else f"{factor:,.0f} x"
-
-
-def _from_length(answer: BreakEven) -> str:
-    if not answer.pays:
-        return f"never, up to {answer.length:,}"
-    if answer.length == answer.shortest:
-        return f"from {answer.length:,} tokens on, the shortest looked at"
-    return f"from about {answer.length:,} tokens on"

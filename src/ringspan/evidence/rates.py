@@ -1,7 +1,7 @@
-"""How fast this machine computes and sends, as far as the question goes from what length on a ring pays.
+"""The rates that the model of time needs: given, measured on this machine, or assumed.
 
-What the user states is taken; what is left is measured here in a few seconds: attention on one CPU thread, and messages
-between two local processes. torch is imported only to measure.
+Measuring takes a few seconds: attention on one CPU thread, and messages between two local processes. torch is imported
+only to measure.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ import statistics
 import time
 from dataclasses import dataclass
 
-from ringspan.planning.breakeven import FORWARD_FLOPS, Rates
+from ringspan.planning.breakeven import ASSUMED_RATES, FORWARD_FLOPS, Rates
 
-ASSUMED_LATENCY = 20e-6  # of a hop, where the bandwidth is given and the latency is not
 _LARGE_BYTES, _LARGE_ROUNDS = 16 * 2**20, 10
 _SMALL_BYTES, _SMALL_ROUNDS = 8, 300
 _TILES, _TILE_ROWS = 4, 512
-_PATIENCE_SECONDS = 60.0
+_PATIENCE_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,22 +43,27 @@ class KnownRates:
 
 
 def find_rates(
-    flops: float | None, bandwidth: float | None, latency: float | None, *, dtype: str, dim: int
+    flops: float | None, bandwidth: float | None, latency: float | None, *, dtype: str, dim: int, measure: bool
 ) -> KnownRates:
-    """Take what is given, measure the rest. A bandwidth that is given without a latency comes with an assumed one."""
+    """The rates that are given; the others are measured if ``measure``, and assumed if not.
+
+    A latency belongs to its bandwidth: if that is given, the latency is not measured but assumed.
+    """
     given = (1.0 if rate is None else rate for rate in (flops, bandwidth, latency))
     Rates(*given)  # so that what is wrong is said before anything is measured
     sources = {"flops": "given", "bandwidth": "given", "latency": "given"}
-    if flops is None:
+    if flops is None and measure:
         flops, sources["flops"] = measure_flops(dtype, dim), "measured here, one CPU thread"
-    if bandwidth is None:
+    if bandwidth is None and measure:
         wire = measure_wire()
         bandwidth, sources["bandwidth"] = wire.bandwidth, "measured here, two local processes"
         if latency is None:
             latency, sources["latency"] = wire.latency, "measured here"
-    if latency is None:
-        latency, sources["latency"] = ASSUMED_LATENCY, "assumed"
-    return KnownRates(Rates(flops, bandwidth, latency), sources)
+    found = {"flops": flops, "bandwidth": bandwidth, "latency": latency}
+    for name, rate in found.items():
+        if rate is None:
+            found[name], sources[name] = getattr(ASSUMED_RATES, name), "assumed"
+    return KnownRates(Rates(**found), sources)  # type: ignore[arg-type]
 
 
 def measure_flops(dtype: str, dim: int, seconds: float = 0.3) -> float:

@@ -6,7 +6,16 @@ Nothing in this folder knows a tensor, a device or a process group.
 from ringspan.geometry.comb import Comb, Lane, group_heads
 from ringspan.geometry.documents import Documents
 from ringspan.geometry.integers import as_int
-from ringspan.geometry.pattern import Branch, Dilated, Full, HeadOffsets, Pattern, parse_pattern, unselected_row
+from ringspan.geometry.pattern import (
+    Branch,
+    Dilated,
+    Full,
+    HeadOffsets,
+    Pattern,
+    parse_pattern,
+    unselected_row,
+    unselected_warning,
+)
 from ringspan.geometry.segments import Piece, pieces
 
 __all__ = [
@@ -24,4 +33,5 @@ __all__ = [
     "parse_pattern",
     "pieces",
     "unselected_row",
+    "unselected_warning",
 ]

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import lcm
 from typing import Literal, cast, get_args
 
 from ringspan.geometry.integers import as_int
 
 HeadOffsets = Literal["interleaved", "blocked"]
+_MOST_STRETCHES, _MOST_ROWS_LOOKED_AT = 256, 4096  # when looking for rows that no branch selects
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,25 @@ class Dilated:
         if self.total_heads or self.first_head:
             _check_first_of_total(self.first_head, self.total_heads)
 
+    @staticmethod
+    def spanning(n: int, first: int = 2048, growth: int = 4) -> Dilated:
+        """A pattern that spans ``n`` rows: segments of ``first`` rows, each next one ``growth`` times as long, up to n.
+
+        Rates grow with the segments, so every segment has about ``first`` selected rows. The last segment is at least
+        twice as long as the one before.
+
+        >>> Dilated.spanning(100_000)
+        ... # doctest: +NORMALIZE_WHITESPACE
+        Dilated(segment_lengths=(2048, 8192, 32768, 100000), dilation_rates=(1, 4, 16, 48),
+                head_offsets='interleaved', shift=0, first_head=0, total_heads=0)
+        """
+        lengths = [min(first, n)]
+        while 2 * growth * lengths[-1] <= n:
+            lengths.append(growth * lengths[-1])
+        if lengths[-1] < n:
+            lengths.append(n)
+        return Dilated(tuple(lengths), tuple(max(1, length // first) for length in lengths))
+
     @property
     def text(self) -> str:
         """The pattern as one line that `parse_pattern` reads back.
@@ -186,20 +207,43 @@ def parse_pattern(text: str) -> Pattern:
     return Dilated(lengths, rates, cast(HeadOffsets, head_offsets), int(shift), int(first_head), int(total_heads))
 
 
-def unselected_row(pattern: Pattern, rows: int, kv_heads: int, look_at: int = 4096) -> tuple[int, int] | None:
-    """The first (row, head) among the first ``look_at`` rows that no branch selects, or None.
+def unselected_row(pattern: Pattern, rows: int, kv_heads: int) -> tuple[int, int] | None:
+    """The first (row, head) that no branch selects, or None. Looks at 256 stretches between borders of segments.
 
-    Every pattern with a rate of 1 selects every row.
+    Every pattern with a rate of 1 selects every row. Inside a stretch, what is selected repeats with the rates.
+
+    >>> unselected_row(Dilated((4999, 100_000), (2, 2), shift=4999), 20_000, kv_heads=1)
+    (5000, 0)
     """
     branches = pattern.branches(rows)
     if any(branch.rate == 1 for branch in branches):
         return None
-    for head in range(kv_heads):
-        offsets = [pattern.offsets(branch.rate, kv_heads)[head] for branch in branches]
-        for row in range(min(rows, look_at)):
-            if not any(b.sees(row, row, offset) for b, offset in zip(branches, offsets, strict=True)):
-                return row, head
+    period = min(lcm(*(branch.rate for branch in branches)), _MOST_ROWS_LOOKED_AT)
+    offsets = [pattern.offsets(branch.rate, kv_heads) for branch in branches]
+    start = 0
+    for _ in range(_MOST_STRETCHES):
+        stop = min(start + b.segment_length - (start + b.shift) % b.segment_length for b in branches)
+        for row in range(start, min(stop, start + period, rows)):
+            for head in range(kv_heads):
+                if not any(b.sees(row, row, offset[head]) for b, offset in zip(branches, offsets, strict=True)):
+                    return row, head
+        start = stop
     return None
+
+
+def unselected_warning(pattern: Pattern, rows: int, kv_heads: int) -> str:
+    """What to tell the user about rows that no branch selects; empty if there are none.
+
+    >>> unselected_warning(Dilated((8,), (1,)), 16, kv_heads=1)
+    ''
+    """
+    found = unselected_row(pattern, rows, kv_heads)
+    if found is None:
+        return ""
+    return (
+        f"{pattern} selects row {found[0]} of KV head {found[1]} in no branch: such rows see nothing and "
+        "their output is 0. Add a branch with dilation rate 1 if that is not meant."
+    )
 
 
 def _int_tuple(name: str, values: object) -> tuple[int, ...]:

@@ -59,15 +59,23 @@ def attend(
 
     ``mask`` (batch, all rows so far) says which rows count.
     """
+    if not layer.is_waiting:
+        raise ValueError(
+            "a layer that uses the keys of an earlier one: a RingspanCache would take them in twice; call the model "
+            "with use_cache=False"
+        )
+    layer.is_waiting = False
     cache = layer.cache_for(pattern, k)
     with torch.no_grad():
         q, k, v = q.detach(), k.detach(), v.detach()
         counts = None if mask is None else mask[:, -q.shape[1] :]
         if counts is None or bool(counts.all()):
-            return rs.attention_step(q, k, v, cache, scale=scale)
-        lengths = tuple(counts.sum(1).tolist())
-        q_rows, k_rows, v_rows = (x[counts][None] for x in (q, k, v))
-        packed = rs.attention_step(q_rows, k_rows, v_rows, cache, lengths=lengths, scale=scale)
-        out = q.new_zeros(q.shape)
-        out[counts] = packed[0]
-        return out
+            out = rs.attention_step(q, k, v, cache, scale=scale)
+        else:
+            lengths = tuple(counts.sum(1).tolist())
+            q_rows, k_rows, v_rows = (x[counts][None] for x in (q, k, v))
+            packed = rs.attention_step(q_rows, k_rows, v_rows, cache, lengths=lengths, scale=scale)
+            out = q.new_zeros(q.shape)
+            out[counts] = packed[0]
+    layer.seen += q.shape[1]
+    return out

@@ -28,7 +28,8 @@ class RingspanLayer(CacheLayerMixin):
     def __init__(self, **others: Any) -> None:
         super().__init__(**others)
         self.cache: rs.Cache | None = None
-        self.seen = 0  # tokens, padding among them: what the library counts
+        self.seen = 0  # tokens that attention took in, padding among them: what the library counts
+        self.is_waiting = False  # for attention to take in the rows of the last update
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
@@ -36,7 +37,7 @@ class RingspanLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """The new rows (batch, heads, rows, dim), marked."""
         self.lazy_initialization(key_states, value_states)
-        self.seen += key_states.shape[-2]
+        self.is_waiting = True
         return mark(key_states, self), value_states
 
     def cache_for(self, pattern: rs.Pattern, k: Tensor) -> rs.Cache:
@@ -60,7 +61,7 @@ class RingspanLayer(CacheLayerMixin):
         return -1  # any length: what is kept has a bound, the text has none
 
     def reset(self) -> None:
-        self.cache, self.seen = None, 0
+        self.cache, self.seen, self.is_waiting = None, 0, False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select(beam_idx)
@@ -96,6 +97,22 @@ class RingspanCache(Cache):
 
     def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=RingspanLayer)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """The new rows of a layer, marked; an error if the layer before it has not taken in as many."""
+        found = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        before, layer = self.layers[max(0, layer_idx - 1)], self.layers[layer_idx]
+        if before is layer or not (isinstance(before, RingspanLayer) and isinstance(layer, RingspanLayer)):
+            return found
+        wanted = layer.seen + key_states.shape[-2]
+        if before.cache is not None and before.seen != wanted:
+            raise ValueError(
+                f"layer {layer_idx - 1} has taken in {before.seen} tokens, layer {layer_idx} comes to {wanted}: a call "
+                "that was interrupted left them apart; read the text again with a new RingspanCache()"
+            )
+        return found
 
     @property
     def nbytes(self) -> int:

@@ -26,7 +26,6 @@ def _dense(lse: Tensor) -> Tensor:
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    FLASH.contract.check_call(q, k, v, causal)
     out, lse, *_ = _aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, causal, scale=scale)
     return out, lse
 
@@ -42,7 +41,6 @@ def flash_backward(
     scale: float,
     needs: Needs,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    FLASH.contract.check_call(q, k, v, causal)
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
     dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward.default(
         grad_out,
@@ -65,7 +63,6 @@ def flash_backward(
 
 
 def efficient_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    EFFICIENT.contract.check_call(q, k, v, causal)
     out, lse, *_ = _aten._scaled_dot_product_efficient_attention.default(q, k, v, None, True, 0.0, causal, scale=scale)
     return out, lse.narrow(2, 0, q.shape[2])
 
@@ -81,7 +78,6 @@ def efficient_backward(
     scale: float,
     needs: Needs,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    EFFICIENT.contract.check_call(q, k, v, causal)
     padding = -lse.shape[-1] % _LSE_ROWS
     padded = _dense(torch.nn.functional.pad(lse, (0, padding), value=torch.inf))
     state = _no_dropout_state(q, torch.int64)
@@ -92,7 +88,6 @@ def efficient_backward(
 
 
 def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    CUDNN.contract.check_call(q, k, v, causal)
     out, lse, *_ = _aten._scaled_dot_product_cudnn_attention.default(q, k, v, None, True, 0.0, causal, scale=scale)
     return out, lse.reshape(q.shape[:3])
 
@@ -108,7 +103,6 @@ def cudnn_backward(
     scale: float,
     needs: Needs,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    CUDNN.contract.check_call(q, k, v, causal)
     state = _no_dropout_state(q, torch.int64)
     dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward.default(
         grad_out,
@@ -138,8 +132,8 @@ FLASH = Kernel(
     contract=Contract(
         device="cuda", head_dim_multiple=_HALF, max_head_dim=256, min_capability=(8, 0), aligned_bytes=16
     ),
-    forward=flash_forward,
-    backward=flash_backward,
+    compute_forward=flash_forward,
+    compute_backward=flash_backward,
 )
 
 EFFICIENT = Kernel(
@@ -150,8 +144,8 @@ EFFICIENT = Kernel(
         min_capability=(5, 0),
         aligned_bytes=16,
     ),
-    forward=efficient_forward,
-    backward=efficient_backward,
+    compute_forward=efficient_forward,
+    compute_backward=efficient_backward,
 )
 
 CUDNN = Kernel(
@@ -164,6 +158,6 @@ CUDNN = Kernel(
         aligned_bytes=16,
         zero_strides=False,
     ),
-    forward=cudnn_forward,
-    backward=cudnn_backward,
+    compute_forward=cudnn_forward,
+    compute_backward=cudnn_backward,
 )

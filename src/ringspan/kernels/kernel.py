@@ -94,6 +94,42 @@ class Kernel:
 
     name: str
     contract: Contract
-    forward: Forward = field(repr=False)
-    backward: Backward = field(repr=False)
+    compute_forward: Forward = field(repr=False)
+    compute_backward: Backward = field(repr=False)
     score_copies: int = 0
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        """The tile's output and lse."""
+        self.contract.check_call(q, k, v, causal)
+        factor, scale = _positive_scale(scale, q.dtype)
+        return self.compute_forward(q if factor == 1 else q * factor, k, v, causal, scale)
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        scale: float,
+        needs: Needs,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The tile's share of the gradients of q, k and v, given the final out and lse."""
+        self.contract.check_call(q, k, v, causal)
+        factor, scale = _positive_scale(scale, q.dtype)
+        scaled_q = q if factor == 1 else q * factor
+        dq, dk, dv = self.compute_backward(grad_out, scaled_q, k, v, out, lse, causal, scale, needs)
+        return dq if dq is None or factor == 1 else dq * factor, dk, dv
+
+
+def _positive_scale(scale: float, dtype: torch.dtype) -> tuple[float, float]:
+    """A factor for q, and the scale that is left for the kernel: positive, and not 0 in the accumulation dtype.
+
+    Fused kernels multiply masked scores (-inf) or the maximum of a row by the scale, so 0 or less gives NaN.
+    """
+    smallest = torch.finfo(accumulation_dtype(dtype)).tiny
+    if scale >= smallest:
+        return 1.0, scale
+    return (-1.0, -scale) if -scale >= smallest else (scale, 1.0)

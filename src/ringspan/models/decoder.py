@@ -48,6 +48,8 @@ class Decoder:
 
         Alone, texts may be given more to read at any time; over a ring, prompts begin them.
         """
+        for i, prompt in enumerate(prompts):
+            self._check_tokens(f"prompts[{i}]", prompt)
         counts = tuple(len(prompt) for prompt in prompts)
         if len(counts) != self.caches[0].batch or 0 in counts:
             raise ValueError(
@@ -72,6 +74,7 @@ class Decoder:
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
         """Take in one token of each text, (batch,); the logits (batch, vocabulary) of the next."""
+        self._check_tokens("tokens", tokens)
         if tokens.shape != (self.caches[0].batch,):
             raise ValueError(
                 f"tokens of shape {tuple(tokens.shape)}: must be ({self.caches[0].batch},), one for each text"
@@ -87,6 +90,13 @@ class Decoder:
                 dist.broadcast(tokens, dist.get_global_rank(self.ring.group, 0), group=self.ring.group)
             yield tokens
             logits = self.step(tokens)
+
+    def _check_tokens(self, name: str, tokens: Tensor) -> None:
+        if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int32, torch.int64):
+            kind = tokens.dtype if isinstance(tokens, Tensor) else f"a {type(tokens).__name__}"
+            raise TypeError(f"{name} is {kind}: must be a tensor of int64")
+        if tokens.dim() != 1:
+            raise ValueError(f"{name} has shape {tuple(tokens.shape)}: must have one dimension")
 
     def reset(self) -> None:
         """Forget every text, to read others; the memory is kept."""

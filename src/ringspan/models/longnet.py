@@ -162,8 +162,8 @@ class LongNet(nn.Module):
         caches: Sequence[rs.Cache] | None = None,
     ) -> Tensor:
         x = tokens if tokens.is_floating_point() else self.embedding(tokens)
-        if caches is not None and len(caches) != len(self.layers):
-            raise ValueError(f"{len(caches)} caches for {len(self.layers)} layers: each needs its own; see new_caches")
+        if caches is not None:
+            self._check_caches(caches)
         seen = (0,) if caches is None else caches[0].lengths
         whole, positions = positions_of(x.shape[1], x.device, ring, seq_len, lengths, seen)
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -172,6 +172,22 @@ class LongNet(nn.Module):
         for layer in self.layers:
             x = layer(x, place)
         return self.norm(x)
+
+    def _check_caches(self, caches: Sequence[rs.Cache]) -> None:
+        if len(caches) != len(self.layers) or len({id(cache) for cache in caches}) != len(caches):
+            different = len({id(cache) for cache in caches})
+            raise ValueError(f"{different} caches for {len(self.layers)} layers: each needs its own; see new_caches")
+        for i, cache in enumerate(caches):
+            if cache.pattern != self.config.pattern_of(i):
+                raise ValueError(
+                    f"caches[{i}] has the pattern {cache.pattern}, layer {i} {self.config.pattern_of(i)}: give the "
+                    "caches of this model's new_caches, in their order"
+                )
+            if cache.lengths != caches[0].lengths:
+                raise ValueError(
+                    f"caches[{i}] has seen {cache.lengths} tokens, caches[0] {caches[0].lengths}: a call that was "
+                    "interrupted left them apart; reset() all of them and read the text again"
+                )
 
     def new_caches(self, batch: int = 1, ring: rs.Ring | None = None) -> tuple[rs.Cache, ...]:
         """An empty cache for each layer, to decode so many texts side by side; sharded over a ring, if one is given."""

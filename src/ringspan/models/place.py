@@ -56,6 +56,8 @@ def positions_of(
         if len(places) != rows:
             raise ValueError(f"{rows} rows, but this rank holds {len(places)} of seq_len={seq_len}: give its own rows")
     else:
+        if seq_len not in (None, rows):
+            raise ValueError(f"seq_len={seq_len}, but there are {rows} rows: without a ring they are the same")
         seq_len, places = rows, torch.arange(rows, device=device)
     if lengths is not None:
         Documents(tuple(lengths)).check_rows(seq_len)

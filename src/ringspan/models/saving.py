@@ -1,4 +1,4 @@
-"""A model on disk: config.json and model.safetensors in one folder. Needs ``pip install 'ringspan[train]'``."""
+"""A model on disk: config.json and model.safetensors in one folder. Needs the extra ``train``."""
 
 from __future__ import annotations
 

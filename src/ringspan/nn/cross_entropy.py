@@ -52,6 +52,10 @@ def ring_cross_entropy(
         raise ValueError(
             f"gradients={gradients!r}: must be 'summed' or 'averaged' (over ranks, by whoever reduces them)"
         )
+    if ring is not None and not isinstance(ring, (Ring, SimulatedRing)):
+        raise TypeError(
+            f"ring is a {type(ring).__name__}: must be a Ring or a SimulatedRing; make one with Ring(group)"
+        )
     if hidden.shape[:-1] != targets.shape:
         raise ValueError(
             f"targets {tuple(targets.shape)}: must be {tuple(hidden.shape[:-1])}, one for each row of hidden"
@@ -66,7 +70,8 @@ def ring_cross_entropy(
         ranks = dist.get_world_size(group)
     rows, wanted = hidden.flatten(0, -2), targets.flatten()
     total = hidden.new_zeros((), dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32)
-    total = total + rows.sum() * 0.0  # a rank without targets still walks backward
+    # A rank without rows still runs backward, with zero gradients. (A sum over rows times 0 is NaN where it overflows.)
+    total = total + rows[:0].sum() + weight[:0].sum()
     for first in range(0, len(rows), slice_rows):
         part = slice(first, first + slice_rows)
         total = total + checkpoint(_sum_of, rows[part], weight, wanted[part], ignore_index, use_reentrant=False)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
+from ringspan.geometry import as_int
 from ringspan.nn.rotary import angles, rotate
 from ringspan.order import RowMajor
+from ringspan.order.curves import all_cells
 
 
 class GridRotary(nn.Module):
@@ -31,8 +34,10 @@ class GridRotary(nn.Module):
 
     def __init__(self, shape: Sequence[int], dim: int, base: float = 100.0) -> None:
         super().__init__()
-        self.grid, self.dim, self.base = RowMajor(tuple(shape)), dim, base
+        self.grid, self.dim, self.base = RowMajor(shape), as_int("dim", dim), base  # type: ignore[arg-type]
         axes = len(self.grid.shape)
+        if not 0 < base < math.inf:
+            raise ValueError(f"base={base}: must be positive and finite; 100 suits neighbourhoods of tens of cells")
         if dim % 2 or dim < 2 * axes:
             raise ValueError(
                 f"dim={dim}: must be even and at least {2 * axes}, a pair of numbers for each of {axes} axes"
@@ -45,9 +50,13 @@ class GridRotary(nn.Module):
         ``coordinates`` (rows, axes) say where the rows lie: `Hilbert.coordinates`, of a rank's rows those at
         ``ring.positions(n)``. Without them, ``x`` holds all cells in row-major order.
         """
+        if x.dim() != 4 or not x.is_floating_point():
+            raise ValueError(
+                f"x is {x.dtype} of shape {tuple(x.shape)}: must be floating-point numbers (batch, rows, heads, dim)"
+            )
         if coordinates is None:
             self.grid.check_length(x.shape[1])
-            coordinates = self.grid.coordinates
+            coordinates = all_cells(self.grid.shape, x.device)
         if coordinates.shape != (x.shape[1], len(self.pairs)) or x.shape[-1] != self.dim:
             raise ValueError(
                 f"x has shape {tuple(x.shape)}, coordinates {tuple(coordinates.shape)}: x must be (batch, rows, heads, "

@@ -7,6 +7,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -27,7 +28,8 @@ class PointOrder(Order):
     """Points along a curve through the box that holds them all. Made by `Hilbert.from_points` and its like.
 
     Whole numbers are cells as they are; other coordinates are scaled, all by the same factor, into a grid of up to
-    2 ** 20 cells a side (2 ** 60 in all). Points of one cell keep the order in which they came.
+    2 ** 20 cells a side (2 ** 60 in all). Points in one cell are sorted by their coordinates, the first one first;
+    equal points keep their order. So points on a line are always sorted.
     """
 
     curve: CurveName
@@ -37,11 +39,20 @@ class PointOrder(Order):
     @staticmethod
     def of(curve: CurveName, coordinates: Tensor) -> PointOrder:
         """The order of these points, (points, dimensions)."""
-        cells, shape = cells_of_points(coordinates)
-        rows = sort_keys(curve, cells, shape).argsort(stable=True).cpu()
+        points = _exact(coordinates)
+        keys = sort_keys(curve, *cells_of_points(points))
+        rows = torch.arange(len(points), device=points.device)
+        for column in (*reversed(points.unbind(1)), keys):  # stable: the last sort decides first
+            rows = rows[column[rows].argsort(stable=True)]
+        rows = rows.cpu()
         content = ctypes.string_at(rows.data_ptr(), rows.nbytes)  # without NumPy, which torch does not need either
-        order = PointOrder(curve, hashlib.sha256(content).hexdigest()[:32], rows)
-        return _known.setdefault(order.text, order)
+        return _find_or_keep(curve, hashlib.sha256(content).hexdigest()[:32], rows)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _find_or_keep, (self.curve, self.digest, self.rows)  # where it is unpickled, operators must find it too
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PointOrder:
+        return self  # immutable
 
     @property
     def text(self) -> str:
@@ -59,6 +70,12 @@ class PointOrder(Order):
             raise ValueError(f"{length} rows, but the order is one of {self.period} points: give one row for each")
 
 
+def _find_or_keep(curve: CurveName, digest: str, rows: Tensor) -> PointOrder:
+    """The order that is known by this digest: operators find one object, however often it was made."""
+    order = PointOrder(curve, digest, rows)
+    return _known.setdefault(order.text, order)
+
+
 def find_points(text: str) -> PointOrder:
     """The order of points that has this text."""
     order = _known.get(text)
@@ -67,26 +84,51 @@ def find_points(text: str) -> PointOrder:
     return order
 
 
-def cells_of_points(coordinates: Tensor) -> tuple[Tensor, Sequence[int]]:
-    """The cell of each point, (points, dimensions), and the shape of the grid that holds them."""
-    if not isinstance(coordinates, Tensor) or coordinates.dim() != 2 or 0 in coordinates.shape:
-        shape = tuple(coordinates.shape) if isinstance(coordinates, Tensor) else type(coordinates).__name__
-        raise ValueError(f"coordinates are {shape}: must be a tensor (points, dimensions), at least one of each")
-    dimensions = coordinates.shape[1]
+def cells_of_points(points: Tensor) -> tuple[Tensor, Sequence[int]]:
+    """The cell of each point, (points, dimensions), and the shape of the grid; the points are int64 or float64."""
+    dimensions = points.shape[1]
     if dimensions > _KEY_BITS:
         raise ValueError(f"coordinates have {dimensions} dimensions: at most {_KEY_BITS} can be told apart")
-    wide = coordinates.double()
-    if not wide.isfinite().all():
-        raise ValueError("coordinates hold NaN or infinity: every point needs a place; leave the others out")
-    if torch.equal(wide, wide.round()):
-        cells = coordinates.long() - coordinates.long().amin(0)
-        sides = [int(most) + 1 for most in cells.amax(0)]
-        if sum((side - 1).bit_length() for side in sides) <= _KEY_BITS:
-            return cells, sides
-    wide = wide - wide.amin(0)
+    if not points.is_floating_point() or torch.equal(points, points.round()):
+        lowest, highest = ([int(value) for value in bound] for bound in (points.amin(0), points.amax(0)))  # any size
+        sides = [high - low + 1 for low, high in zip(lowest, highest, strict=True)]
+        fits_int64 = min(lowest) >= -(2**63) and max(highest) < 2**63
+        if fits_int64 and sum((side - 1).bit_length() for side in sides) <= _KEY_BITS:
+            return points.long() - torch.tensor(lowest, device=points.device), sides
+    wide = points.double()
+    if not (wide.amax(0) - wide.amin(0)).isfinite().all():
+        wide = wide / 4  # the difference of the largest doubles is larger than any double
+    wide = _times_power_of_two(wide - wide.amin(0))
     extents = wide.amax(0)
-    cells_a_unit = 2 ** min(_MOST_BITS_OF_A_SIDE, _KEY_BITS // dimensions) / max(float(extents.max()), 1e-300)
+    cells_a_unit = 2 ** min(_MOST_BITS_OF_A_SIDE, _KEY_BITS // dimensions) / (float(extents.max()) or 1.0)
     # Even sides: then the curve goes from neighbour to neighbour.
     sides = [max(1, 2 * math.ceil(float(extent) * cells_a_unit / 2)) for extent in extents]
     cells = (wide * cells_a_unit).long()
     return torch.minimum(cells, torch.tensor(sides, device=cells.device) - 1), sides
+
+
+def _exact(coordinates: Tensor) -> Tensor:
+    """The same points as int64 or float64, without rounding."""
+    if not isinstance(coordinates, Tensor) or coordinates.dim() != 2 or 0 in coordinates.shape:
+        shape = tuple(coordinates.shape) if isinstance(coordinates, Tensor) else type(coordinates).__name__
+        raise ValueError(f"coordinates are {shape}: must be a tensor (points, dimensions), at least one of each")
+    if coordinates.is_complex():
+        raise ValueError(f"coordinates are {coordinates.dtype}: must be real; give torch.view_as_real(x)")
+    if not coordinates.is_floating_point():
+        unsigned = coordinates.dtype == torch.uint64
+        return coordinates.view(torch.int64) ^ -(2**63) if unsigned else coordinates.long()  # the order stays the same
+    points = coordinates.double()
+    bad = (~points.isfinite()).any(1).nonzero()
+    if len(bad):
+        raise ValueError(
+            f"coordinates hold NaN or infinity: point {int(bad[0])} is {points[int(bad[0])].tolist()}; "
+            "leave such points out"
+        )
+    return points
+
+
+def _times_power_of_two(wide: Tensor) -> Tensor:
+    """Scaled exactly, so that the largest lies between a half and one: subnormal numbers have no finite reciprocal."""
+    _, exponent = math.frexp(float(wide.max()))
+    half = -exponent // 2
+    return wide * 2.0**half * 2.0 ** (-exponent - half)

@@ -8,6 +8,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ringspan.geometry import as_int
+
 
 class Order(ABC):
     """An order in which rows lie. Immutable, hashable, and equal to any other that orders alike.
@@ -58,6 +60,9 @@ class Order(ABC):
         return self._reorder(x, dim, back=True)
 
     def _reorder(self, x: Tensor, dim: int, *, back: bool) -> Tensor:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x is a {type(x).__name__}: must be a torch.Tensor")
+        dim = as_int("dim", dim)
         if not -x.dim() <= dim < x.dim():
             raise ValueError(f"dim={dim}: x has shape {tuple(x.shape)}; say which of its dimensions are the rows")
         self.check_length(x.shape[dim])

@@ -1,5 +1,6 @@
-"""From what length on a ring pays: a model of time, from a plan and three rates (docs/planning.md writes it out).
+"""A model of time, from a plan and three rates: which layout is faster, and from what length on a ring pays.
 
+docs/planning.md writes it out.
 One device takes its FLOPs over its rate. A rank takes, step by step, the longer of its work and of the parcels that
 are in flight meanwhile, plus a latency for each step with something in flight. Knows no device and measures nothing.
 """
@@ -7,11 +8,11 @@ are in flight meanwhile, plus a latency for each step with something in flight. 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ringspan.geometry import Documents
-from ringspan.layout import Layout
+from ringspan.geometry import Documents, Pattern
+from ringspan.layout import Layout, LayoutName
 from ringspan.planning.parcels import Message
 from ringspan.planning.price import RingPlan
 from ringspan.planning.rank import Hop
@@ -21,7 +22,8 @@ BACKWARD_FLOPS = 10  # five products
 LONGEST = 2**30
 _FEWEST_ROWS = 64  # of a rank: shorter sequences are not looked at
 _STEP, _BY_FAR = 1.05, 1.5  # see `break_even`
-_RANKS_LOOKED_AT = 4  # both ends, and an even sample between
+_WHOLE_RING, _SAMPLED_RANKS = 8, 4  # a ring of more than 8 is looked at by 4 ranks: both ends, and two between
+_SAME = 1 + 1e-9  # times that differ by less differ by rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,9 @@ class Rates:
             raise ValueError(f"latency={self.latency}: must be at least 0 seconds, and finite")
 
 
+ASSUMED_RATES = Rates(flops=1e14, bandwidth=25e9, latency=20e-6)  # a GPU and a 200 Gbit/s link
+
+
 @dataclass(frozen=True, slots=True)
 class RankTime:
     """Seconds of one rank for a forward and a backward pass, by what they are spent on."""
@@ -52,6 +57,46 @@ class RankTime:
     @property
     def total(self) -> float:
         return self.work + self.waiting + self.latency
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutAdvice:
+    """The layout with the shorter modelled time, and the times of the slowest rank under each layout."""
+
+    layout: LayoutName
+    times: Mapping[LayoutName, RankTime]
+
+    @property
+    def reason(self) -> str:
+        own = self.times[self.layout]
+        others = {name: time for name, time in self.times.items() if name != self.layout}
+        if all(time.total <= own.total * _SAME for time in others.values()):
+            return f"both layouts take {_short(own.total)} by the model, and this one is simpler"
+        slower = "".join(f"; {name}: {_spent(time)}" for name, time in others.items())
+        return f"faster by the model, {_spent(own)}{slower}"
+
+    def __str__(self) -> str:
+        return f"{self.layout}: {self.reason}"
+
+
+def advise_layout(plans: Mapping[LayoutName, RingPlan], rates: Rates) -> LayoutAdvice:
+    """Compare plans that differ in their layout by the modelled time of their slowest rank; the first wins a tie."""
+    times = {name: slowest_rank_time(plan, rates) for name, plan in plans.items()}
+    least = min(time.total for time in times.values())
+    return LayoutAdvice(next(name for name, time in times.items() if time.total <= least * _SAME), times)
+
+
+def _spent(time: RankTime) -> str:
+    return f"{_short(time.total)} (waiting {_short(time.waiting)}, latency {_short(time.latency)})"
+
+
+def _short(seconds: float) -> str:
+    """A time with three digits.
+
+    >>> _short(1.5), _short(0.00123), _short(2e-6)
+    ('1.5 s', '1.23 ms', '0.002 ms')
+    """
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +127,12 @@ class BreakEven:
         return f"the latency of its hops is {times.latency:.2g} s, and the work of its slowest rank {times.work:.2g} s"
 
 
-def break_even(plan: RingPlan, rates: Rates, longest: int = LONGEST) -> BreakEven:
+def break_even(
+    plan: RingPlan, rates: Rates, longest: int = LONGEST, pattern_at: Callable[[int], Pattern] | None = None
+) -> BreakEven:
     """The length from which on the plan's ring is faster than one device; everything but the length is the plan's.
+
+    A pattern that depends on the length is given as ``pattern_at``, such as `Dilated.spanning`.
 
     Walks down from the longest: by halves while the ring is faster by far, by 5 % where it is not, to the first length
     at which it is not faster at all. All lengths are odd: then borders between ranks cut segments, as they do at most
@@ -100,11 +149,16 @@ def break_even(plan: RingPlan, rates: Rates, longest: int = LONGEST) -> BreakEve
     shortest = _FEWEST_ROWS * plan.layout.ring_size + 1
     longest = max(_odd(longest), shortest)
 
+    def at(length: int) -> RingPlan:
+        pattern = plan.pattern if pattern_at is None else pattern_at(length)
+        layout = Layout(plan.layout.name, length, plan.layout.ring_size)
+        return replace(plan, pattern=pattern, documents=Documents((length,)), layout=layout)
+
     def faster(length: int) -> float:
-        return speedup(_at_length(plan, length), rates)
+        return speedup(at(length), rates)
 
     def found(pays: bool, length: int) -> BreakEven:
-        there = _at_length(plan, length)
+        there = at(length)
         return BreakEven(pays, length, shortest, longest, time_alone(there, rates), slowest_rank_time(there, rates))
 
     if faster(longest) <= 1:
@@ -135,10 +189,11 @@ def time_alone(plan: RingPlan, rates: Rates) -> RankTime:
 
 
 def slowest_rank_time(plan: RingPlan, rates: Rates) -> RankTime:
-    """The slowest rank of the ring; of a ring of more than a few, both ends and an even sample are looked at."""
-    last = plan.layout.ring_size - 1
-    ranks = {round(i * last / (_RANKS_LOOKED_AT - 1)) for i in range(_RANKS_LOOKED_AT)}
-    return max((rank_time(plan, rank, rates) for rank in sorted(ranks)), key=lambda time: time.total)
+    """The slowest rank of the ring; of a ring of more than 8, both ends and two ranks between are looked at."""
+    size = plan.layout.ring_size
+    sample = [round(i * (size - 1) / (_SAMPLED_RANKS - 1)) for i in range(_SAMPLED_RANKS)]
+    ranks = range(size) if size <= _WHOLE_RING else sample
+    return max((rank_time(plan, rank, rates) for rank in ranks), key=lambda time: time.total)
 
 
 def rank_time(plan: RingPlan, rank: int, rates: Rates) -> RankTime:
@@ -177,10 +232,6 @@ def _rows(messages: Sequence[Message]) -> int:
 
 def _pairs(hop: Hop) -> int:
     return sum(tile.pairs for tile in hop.tiles)
-
-
-def _at_length(plan: RingPlan, length: int) -> RingPlan:
-    return replace(plan, documents=Documents((length,)), layout=Layout(plan.layout.name, length, plan.layout.ring_size))
 
 
 def _odd(length: int) -> int:

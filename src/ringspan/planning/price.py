@@ -1,6 +1,6 @@
 """What a plan costs: bytes, work, balance and memory for each rank, from integers alone.
 
-`rs.plan` returns a `RingPlan`, which prices itself and prints itself as a table; `rs.best_layout` compares two.
+`rs.plan` returns a `RingPlan`, which prices itself and prints itself as a table.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import get_args
 
 from ringspan.geometry import Documents, Pattern
-from ringspan.layout import Layout, LayoutName
+from ringspan.layout import Layout
 from ringspan.planning.parcels import Message, Parcel
 from ringspan.planning.rank import Hop, RankPlan, plan_rank
+from ringspan.planning.reach import Reach, find_reach
 from ringspan.planning.shared import Passing
 
 _MOST_RANKS_PRICED = 64  # of a larger ring, these many are looked at: the ends and an even sample between
@@ -107,6 +107,11 @@ class RingPlan:
         return max(work) / mean if mean else 1.0
 
     @cached_property
+    def reach(self) -> Reach:
+        """How far a token sees, and which segments cross ranks."""
+        return find_reach(self.pattern, self.documents, self.layout, self.sizes.kv_heads)
+
+    @cached_property
     def sample(self) -> Sequence[int]:
         """The ranks that are priced: all of them, or an even sample with both ends."""
         size = self.layout.ring_size
@@ -191,41 +196,3 @@ def _rows(messages: Sequence[Message]) -> int:
 
 def mebibytes(count: int) -> str:
     return f"{count / 2**20:,.2f} MiB"
-
-
-@dataclass(frozen=True, slots=True)
-class LayoutAdvice:
-    """The better layout for a pattern, and why."""
-
-    layout: LayoutName
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.layout}: {self.reason}"
-
-
-def advise_layout(plans: dict[LayoutName, RingPlan]) -> LayoutAdvice:
-    """Compare plans that differ in their layout: first by the work of the busiest rank, then by the bytes sent."""
-    busiest = {name: max(plan.work(rank) for rank in plan.sample) for name, plan in plans.items()}
-    sent = {name: sum(plan.bytes_sent(rank) for rank in plan.sample) for name, plan in plans.items()}
-    contiguous, zigzag = get_args(LayoutName)
-    if busiest[zigzag] < 0.98 * busiest[contiguous]:
-        share = 1 - busiest[zigzag] / busiest[contiguous]
-        return LayoutAdvice(
-            zigzag,
-            f"the busiest rank has {share:.0%} less work (imbalance {plans[zigzag].imbalance:.2f}, "
-            f"contiguous {plans[contiguous].imbalance:.2f})",
-        )
-    if sent[zigzag] < sent[contiguous]:
-        return LayoutAdvice(
-            zigzag, f"work is as balanced, and it sends {_ratio(sent[zigzag], sent[contiguous])} of the bytes"
-        )
-    if sent[zigzag] > sent[contiguous]:
-        return LayoutAdvice(
-            contiguous, f"work is as balanced, and it sends {_ratio(sent[contiguous], sent[zigzag])} of the bytes"
-        )
-    return LayoutAdvice(contiguous, "both have the same work and send the same bytes; this one is simpler")
-
-
-def _ratio(part: int, whole: int) -> str:
-    return f"{part / whole:.0%}"

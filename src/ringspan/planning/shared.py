@@ -106,8 +106,20 @@ class SharedSegment:
         shortest = min(self.parts[i].stop - self.parts[i].start for i in (query_part, key_part))
         if shortest >= self.rate:
             return True  # every head has rows in both
-        pairs = zip(self.lanes(query_part), self.lanes(key_part), strict=True)
-        return any(queries.rows and keys.rows for queries, keys in pairs)
+        return bool(self._heads_in(query_part) & self._heads_in(key_part))
+
+    def _heads_in(self, i: int) -> int:
+        """The KV heads with selected rows in a part, as bits."""
+        if i not in self._found_heads:
+            part = self.parts[i]
+            rows, phase = part.stop - part.start, part.start - self.start
+            held = (1 << head for head, offset in enumerate(self.offsets) if (offset - phase) % self.rate < rows)
+            self._found_heads[i] = sum(held)
+        return self._found_heads[i]
+
+    @cached_property
+    def _found_heads(self) -> dict[int, int]:
+        return {}
 
     def sees(self, rank: int, key_part: int) -> bool:
         """Whether a sharer needs the parcel of a part."""

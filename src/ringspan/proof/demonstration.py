@@ -45,16 +45,13 @@ class Settings:
     each: int = 30
 
 
-def whole_sequence_pattern(tokens: int, selected: int = 256, growth: int = 256) -> Dilated:
-    """Segments from ``selected`` rows to the whole sequence, each with as many selected rows: w/r is the same in all.
+def whole_sequence_pattern(tokens: int) -> Dilated:
+    """Few branches, each with 256 selected rows per segment: cheap enough for a billion tokens.
 
     >>> whole_sequence_pattern(2**30).text
     'dilated 256x1 65536x256 16777216x65536 1073741824x4194304 interleaved shift 0 heads 0 of 0'
     """
-    lengths = [min(selected, tokens)]
-    while lengths[-1] < tokens:
-        lengths.append(min(lengths[-1] * growth, tokens))
-    return Dilated(tuple(lengths), tuple(max(1, length // selected) for length in lengths))
+    return Dilated.spanning(tokens, first=256, growth=256)
 
 
 @dataclass(frozen=True)

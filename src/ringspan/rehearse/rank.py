@@ -11,6 +11,7 @@ from torch import Tensor
 from ringspan import kernels
 from ringspan.engine import walk_backward, walk_forward
 from ringspan.evidence.device import Device, this_ranks_device
+from ringspan.evidence.machine import Stopwatch, is_disturbed
 from ringspan.planning import RingPlan
 from ringspan.rehearse.mail import StandInMail
 from ringspan.rehearse.network import Network
@@ -35,7 +36,10 @@ class PassFigures:
 
 @dataclass(frozen=True, slots=True)
 class Rehearsed:
-    """What one rank did. ``peak_growth`` is by how much the process grew, as the system reports it, rows included."""
+    """What one rank did. ``peak_growth`` is by how much the process grew, as the system reports it, rows included.
+
+    ``foreign_cores`` are those that other programs kept busy meanwhile; ``disturbed`` if seconds of work say little.
+    """
 
     rank: int
     rows: int
@@ -46,6 +50,8 @@ class Rehearsed:
     backward: PassFigures | None
     peak_growth: int
     bytes_as_planned: bool
+    foreign_cores: float
+    disturbed: bool
 
     @property
     def seconds(self) -> float:
@@ -69,7 +75,8 @@ def rehearse_rank(plan: RingPlan, rank: int, network: Network, dtype: torch.dtyp
     device = this_ranks_device()
     _warm_up(device, dtype, plan.sizes.dim)
     figures: list[PassFigures] = []
-    growth = device.peak_growth(lambda: figures.extend(_run(plan, rank, network, dtype, backward, device)))
+    with Stopwatch() as watch:
+        growth = device.peak_growth(lambda: figures.extend(_run(plan, rank, network, dtype, backward, device)))
     own = plan.rank(rank)
     wanted = [plan.bytes_sent(rank), plan.bytes_sent(rank, backward=True)]
     return Rehearsed(
@@ -82,6 +89,8 @@ def rehearse_rank(plan: RingPlan, rank: int, network: Network, dtype: torch.dtyp
         backward=figures[1] if backward else None,
         peak_growth=growth,
         bytes_as_planned=[figure.bytes_sent for figure in figures] == wanted[: len(figures)],
+        foreign_cores=watch.foreign_cores,
+        disturbed=is_disturbed(watch.foreign_cores, watch.seconds),
     )
 
 

@@ -25,10 +25,9 @@ from ringspan.streaming.job import Job, ShardDone, ShardNotes, Streamed, make_jo
 from ringspan.streaming.mail import SourceMail, backward_posts, without_sends
 from ringspan.streaming.pipeline import run_pipeline
 from ringspan.streaming.progress import Progress
-from ringspan.streaming.rows import INPUTS, Sink, Source
+from ringspan.streaming.rows import Sink, Source
 from ringspan.streaming.spool import Spool
 
-_READ = ("grad_out", *INPUTS, "out", "lse")
 _NAMES = ("dq", "dk", "dv")
 
 
@@ -100,7 +99,7 @@ def stream_backward(
         kernel=kernel,
         backward=True,
     )
-    finished = Progress(path, job.settings("stream_backward", sink))
+    finished = Progress(path, job.settings("stream_backward", sink), job.fingerprint)
     passes = _passes(causal)
     notes = ShardNotes(job, finished, len(passes) * job.plan.layout.ring_size, on_shard)
 
@@ -144,4 +143,4 @@ def _run_pass(
     shards = range(job.plan.layout.ring_size)
     order = reversed(shards) if which.backwards else shards
     todo = [shard for shard in order if f"{which.name} {shard}" not in finished.finished]
-    run_pipeline(todo, lambda shard: job.read(_READ, shard), compute, write)
+    run_pipeline(todo, lambda shard: job.read(shard, finished.inputs), compute, write)

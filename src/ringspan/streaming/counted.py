@@ -36,11 +36,6 @@ class CountedRows:
     shape: RowShape
     seed: int = 0
 
-    @property
-    def identity(self) -> str:
-        """What tells it from others of this shape."""
-        return f"counted from {self.seed}"
-
     def read(self, name: str, rows: range, heads: range) -> Tensor:
         shape = self.shape
         made = rows_memory((shape.batch, len(rows), len(heads), shape.dim), shape.dtype)

@@ -12,7 +12,7 @@ import mmap
 import os
 import struct
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,6 +34,8 @@ class MappedFile:
     """A file in the address space of this process; pages come when they are touched, and go when told."""
 
     def __init__(self, path: Path, writable: bool) -> None:
+        if not path.stat().st_size:
+            raise ValueError(f"{path} is empty: write it again")
         with path.open("r+b" if writable else "rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
         self.path, self.writable = path, writable
@@ -45,6 +47,8 @@ class MappedFile:
                 "write the file again with a current safetensors, which aligns them"
             )
         count = torch.Size(shape).numel()
+        if not count:
+            raise ValueError(f"{self.path}: a tensor of shape {tuple(shape)} has no rows to map; a sequence has some")
         with warnings.catch_warnings():  # torch knows no memory that must not be written; rows are only copied from it
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
             return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset).view(shape)
@@ -65,16 +69,18 @@ def open_numpy(*folders: Path | str) -> HeldRows:
 
     Everything lies in C order. NumPy knows no bf16: for that use safetensors.
     """
-    paths = {path.stem: path for folder in folders for path in sorted(Path(folder).glob("*.npy"))}
+    paths = [path for folder in folders for path in sorted(Path(folder).glob("*.npy"))]
     if not paths:
         raise ValueError(f"no .npy file in {', '.join(map(str, folders))}")
-    return _held({name: _map_numpy(path, writable=False) for name, path in paths.items()})
+    return _held(_by_name((path.stem, *_map_numpy(path, writable=False)) for path in paths))
 
 
 def create_numpy(folder: Path | str, n: int, shape: RowShape, *, backward: bool = False) -> HeldRows:
     """A sink of .npy files, made at their full size; files of the same shape that are there are gone on with."""
     import numpy as np  # noqa: PLC0415
 
+    if shape.dtype == torch.bfloat16:
+        raise ValueError("dtype=torch.bfloat16: NumPy has no such type; use create_safetensors")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     found = {}
@@ -92,11 +98,8 @@ def create_numpy(folder: Path | str, n: int, shape: RowShape, *, backward: bool 
 
 def open_safetensors(*paths: Path | str) -> HeldRows:
     """All tensors of these files, by their names: q, k, v, .."""
-    found: dict[str, tuple[MappedFile, Tensor]] = {}
-    for path in map(Path, paths):
-        file = MappedFile(path, writable=False)
-        found |= {name: (file, x) for name, x in _safe_tensors(file).items()}
-    return _held(found)
+    files = [MappedFile(Path(path), writable=False) for path in paths]
+    return _held(_by_name((name, file, x) for file in files for name, x in _safe_tensors(file).items()))
 
 
 def create_safetensors(path: Path | str, n: int, shape: RowShape, *, backward: bool = False) -> HeldRows:
@@ -113,6 +116,15 @@ def create_safetensors(path: Path | str, n: int, shape: RowShape, *, backward: b
             raise ValueError(f"{path} has no {name}: it belongs to another run; give another path")
         _check_same(path, tensors[name], size, dtype)
     return _held({name: (file, tensors[name]) for name in results})
+
+
+def _by_name(tensors: Iterable[tuple[str, MappedFile, Tensor]]) -> dict[str, tuple[MappedFile, Tensor]]:
+    found: dict[str, tuple[MappedFile, Tensor]] = {}
+    for name, file, x in tensors:
+        if name in found:
+            raise ValueError(f"{name} is in {found[name][0].path} and in {file.path}: give only one of them")
+        found[name] = file, x
+    return found
 
 
 def _held(found: Mapping[str, tuple[MappedFile, Tensor]]) -> HeldRows:
@@ -134,7 +146,15 @@ def _held(found: Mapping[str, tuple[MappedFile, Tensor]]) -> HeldRows:
 def _map_numpy(path: Path, writable: bool) -> tuple[MappedFile, Tensor]:
     import numpy as np  # noqa: PLC0415
 
-    probe = np.load(path, mmap_mode="r")
+    try:
+        probe = np.load(path, mmap_mode="r")
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{path} is not a whole .npy file of numbers ({error}): save it again with np.save") from error
+    if not probe.dtype.isnative:
+        raise ValueError(
+            f"{path} holds {probe.dtype.str!r}, the byte order of other machines: save it again with "
+            f"x.astype({probe.dtype.newbyteorder('=').name!r})"
+        )
     if not probe.flags.c_contiguous:
         raise ValueError(f"{path} is in Fortran order: save it again with np.ascontiguousarray")
     dtype = torch.from_numpy(np.empty(0, probe.dtype)).dtype
@@ -143,13 +163,25 @@ def _map_numpy(path: Path, writable: bool) -> tuple[MappedFile, Tensor]:
 
 
 def _safe_tensors(file: MappedFile) -> dict[str, Tensor]:
+    length = file.path.stat().st_size
     with file.path.open("rb") as opened:
-        (size,) = struct.unpack("<Q", opened.read(8))
-        header = json.loads(opened.read(size))
+        (size,) = struct.unpack("<Q", opened.read(8).ljust(8, b"\xff"))
+        try:
+            header = json.loads(opened.read(size)) if 8 + size <= length else None
+        except ValueError:
+            header = None
+    if not isinstance(header, dict):
+        raise ValueError(f"{file.path} is not a safetensors file, or it is cut off: write it again")
+    entries = {name: x for name, x in header.items() if name != "__metadata__" and x["dtype"] in _SAFE_NAMES}
+    for name, entry in entries.items():
+        if 8 + size + entry["data_offsets"][1] > length:
+            raise ValueError(
+                f"{file.path} has {length:,} bytes, but {name} ends at byte {8 + size + entry['data_offsets'][1]:,}: "
+                "the file is cut off; write it again"
+            )
     return {
         name: file.tensor(_SAFE_NAMES[entry["dtype"]], tuple(entry["shape"]), 8 + size + entry["data_offsets"][0])
-        for name, entry in header.items()
-        if name != "__metadata__" and entry["dtype"] in _SAFE_NAMES
+        for name, entry in entries.items()
     }
 
 

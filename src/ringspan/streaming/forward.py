@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from ringspan.engine import walk_forward
-from ringspan.geometry import Pattern
+from ringspan.geometry import Pattern, as_int
 from ringspan.ring.players import drive
 from ringspan.streaming.job import ShardDone, ShardNotes, Streamed, make_job
 from ringspan.streaming.mail import SourceMail, forward_posts, without_sends
 from ringspan.streaming.pipeline import run_pipeline
 from ringspan.streaming.progress import Progress
-from ringspan.streaming.rows import INPUTS, Sink, Source
+from ringspan.streaming.rows import Sink, Source
 
 
 def stream_attention(
@@ -50,7 +50,8 @@ def stream_attention(
         budget_bytes: what the run may hold beyond what the process holds already; decides how many shards there are.
         shards: how many shards, if not as few as the budget allows.
         only: walk these shards and no others: shards depend on nothing but the source, so that machines can share them.
-        progress: a file in which finished shards are noted. If it is there, the run goes on after them.
+        progress: a file that records finished shards and a fingerprint of the inputs. If it exists, the run resumes
+            after them; inputs that differ are an error.
         device: where shards are computed; rows and results pass through host memory.
         on_shard: called after each shard, when its results last.
 
@@ -78,9 +79,13 @@ def stream_attention(
         kernel=kernel,
         backward=False,
     )
-    finished = Progress(path, job.settings("stream_attention", sink))
-    sink.resume(list(finished.finished.values()))
     count = job.plan.layout.ring_size
+    wanted = list(range(count)) if only is None else [as_int("only", shard) for shard in only]
+    for shard in wanted:
+        if not 0 <= shard < count:
+            raise ValueError(f"only={wanted}: there is no shard {shard}, they are 0 .. {count - 1}")
+    finished = Progress(path, job.settings("stream_attention", sink), job.fingerprint)
+    sink.resume(list(finished.finished.values()))
     notes = ShardNotes(job, finished, count, on_shard)
 
     def compute(shard: int, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -95,11 +100,7 @@ def stream_attention(
             sink.write(name, job.span(shard).start, x.cpu())
         notes.done(str(shard), shard, sink.finish())
 
-    wanted = range(count) if only is None else only
-    for shard in wanted:
-        if not 0 <= shard < count:
-            raise ValueError(f"only={list(wanted)}: there is no shard {shard}, they are 0 .. {count - 1}")
     todo = [shard for shard in wanted if str(shard) not in finished.finished]
     with ThreadPoolExecutor(1, "read parcels") as parcel_reader:
-        run_pipeline(todo, lambda shard: job.read(INPUTS, shard), compute, write)
+        run_pipeline(todo, lambda shard: job.read(shard, finished.inputs), compute, write)
     return notes.streamed()

@@ -5,7 +5,6 @@ Everything is checked here before anything is read.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,13 +17,14 @@ from torch import Tensor
 
 from ringspan import kernels
 from ringspan.engine import WORKSPACE_BYTES
-from ringspan.geometry import Pattern, as_int
-from ringspan.kernels import Kernel
+from ringspan.geometry import Dilated, Full, Pattern, as_int
+from ringspan.kernels import Kernel, accumulation_dtype
 from ringspan.planning import Packing, Parcel, RingPlan, packing_from_sequence
 from ringspan.prices import plan as price_plan
 from ringspan.ring.mail import Counters
+from ringspan.streaming.fingerprint import ROWS_IN_ALL, ROWS_OF_A_SHARD, Fingerprint, checksum, sampled_rows
 from ringspan.streaming.progress import Progress, shards_begun_with
-from ringspan.streaming.rows import Sink, Source
+from ringspan.streaming.rows import INPUTS, Sink, Source, read_rows, seq_dim
 from ringspan.streaming.shards import fewest_shards, held_bytes
 
 
@@ -57,9 +57,10 @@ class Streamed:
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be computed, over which shards, by which kernel, where."""
+    """What is to be computed, over which shards, by which kernel, where; ``names`` are the tensors that are read."""
 
     source: Source
+    names: tuple[str, ...]
     plan: RingPlan
     scale: float
     kernel: Kernel
@@ -71,9 +72,33 @@ class Job:
         spans = self.plan.layout.spans(shard)
         return range(spans[0].start, spans[0].stop) if spans else range(0)
 
-    def read(self, names: Sequence[str], shard: int) -> list[Tensor]:
-        shape = self.source.shape
-        return [self.source.read(name, self.span(shard), range(shape.heads_of(name))).to(self.device) for name in names]
+    def read(self, shard: int, known: Fingerprint) -> list[Tensor]:
+        """The rows of a shard, which must have the known fingerprint; an empty one is not compared."""
+        found = [self._read(name, self.span(shard)) for name in self.names]
+        if known:
+            places = [row - self.span(shard).start for row in self._sampled(shard)]
+            for name, x in zip(self.names, found, strict=True):
+                sample = checksum([x.select(seq_dim(name), place) for place in places])
+                if sample != known[name][shard]:
+                    raise ValueError(
+                        f"rows {self.span(shard).start} to {self.span(shard).stop - 1} of {name} have changed since "
+                        "the run began: restore them and resume, or delete the progress file to start over"
+                    )
+        return [x.to(self.device) for x in found]
+
+    def fingerprint(self) -> Fingerprint:
+        """Checksums of sampled rows of every shard."""
+
+        def of_shard(name: str, shard: int) -> int:
+            return checksum([self._read(name, range(row, row + 1)) for row in self._sampled(shard)])
+
+        return {name: [of_shard(name, shard) for shard in range(self.plan.layout.ring_size)] for name in self.names}
+
+    def _read(self, name: str, rows: range) -> Tensor:
+        return read_rows(self.source, name, rows, range(self.source.shape.heads_of(name)))
+
+    def _sampled(self, shard: int) -> list[int]:
+        return sampled_rows(self.span(shard), max(ROWS_OF_A_SHARD, ROWS_IN_ALL // self.plan.layout.ring_size))
 
     def packing_of(self, parcel: Parcel) -> Packing:
         plan = self.plan
@@ -89,7 +114,6 @@ class Job:
             "lengths": list(self.plan.documents.lengths),
             "shards": self.plan.layout.ring_size,
             "rows": str(self.source.shape),
-            "source": getattr(self.source, "identity", ""),
             "sink": type(sink).__name__,
             "scale": self.scale,
             "kernel": self.kernel.name,
@@ -151,29 +175,37 @@ def make_job(
     refusal = chosen.contract.refusal(device.type, shape.dtype, shape.dim)
     if refusal:
         raise ValueError(f"kernel {chosen.name!r}: {refusal}, or name another kernel, such as kernel='reference'")
-    factor = shape.dim**-0.5 if scale is None else float(scale)
-    if not math.isfinite(factor):
-        raise ValueError(f"scale={scale}: must be finite")
-    if shards is not None and not 1 <= shards <= n:
+    factor = shape.dim**-0.5 if scale is None else scale
+    wide = accumulation_dtype(shape.dtype)
+    if isinstance(factor, bool) or not isinstance(factor, (int, float)):
+        raise TypeError(f"scale={scale!r}: must be a number")
+    if not abs(factor) <= torch.finfo(wide).max:  # NaN too
+        raise ValueError(f"scale={scale}: must be finite in {wide}, the dtype of the scores")
+    if shards is not None and not 1 <= as_int("shards", shards) <= n:
         raise ValueError(f"shards={shards}: must lie in 1 .. {n}, so that each has rows")
     plan_with = _planner(shape_of=source, n=n, pattern=pattern, causal=causal, lengths=lengths)
     begun = shards_begun_with(progress)
+    way_out = "leave shards out, or give more"
     if shards is None:
+        way_out = f"the run in {progress} was begun with so many: give more, or delete it to start over"
         shards = begun or fewest_shards(plan_with, WORKSPACE_BYTES, budget_bytes, backward=backward)
     needed = held_bytes(plan_with(shards), WORKSPACE_BYTES, backward=backward)
     if needed > budget_bytes:
         raise ValueError(
-            f"shards={shards}: a run would hold {needed:,} bytes, more than budget_bytes={budget_bytes:,}; "
-            "leave shards out, or give more"
+            f"shards={shards}: a run would hold {needed:,} bytes, more than budget_bytes={budget_bytes:,}; {way_out}"
         )
-    return Job(source, plan_with(shards), factor, chosen, device, Counters())
+    names = ("grad_out", *INPUTS, "out", "lse") if backward else INPUTS
+    return Job(source, names, plan_with(shards), float(factor), chosen, device, Counters())
 
 
 def _planner(
     shape_of: Source, n: int, pattern: Pattern, causal: bool, lengths: Sequence[int] | None
 ) -> Callable[[int], RingPlan]:
     shape = shape_of.shape
+    if not isinstance(pattern, (Full, Dilated)):
+        raise TypeError(f"pattern={pattern!r}: must be Dilated(segment_lengths, dilation_rates) or Full()")
     pattern.check_heads(shape.kv_heads)
+    lengths = None if lengths is None else tuple(lengths)
 
     def plan_with(shards: int) -> RingPlan:
         return price_plan(

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ringspan.planning import Message, Packing, Parcel, RankPlan
 from ringspan.ring.mail import Counters, Letters
-from ringspan.streaming.rows import Source
+from ringspan.streaming.pipeline import without_gradients
+from ringspan.streaming.rows import Source, read_rows
 from ringspan.travel import parcel_rows
 from ringspan.views import comb_view
 
@@ -81,7 +82,7 @@ class SourceMail:
         _check_sizes(label, post.receives, receives)
         if not (sends or receives):
             return ReadingFlight(())
-        return ReadingFlight([self._reader.submit(self._move, post, sends, receives)])
+        return ReadingFlight([self._reader.submit(without_gradients(self._move), post, sends, receives)])
 
     def _move(self, post: Post, sends: Letters, receives: Letters) -> None:
         if not post.of_gradients:
@@ -103,7 +104,7 @@ class SourceMail:
                     start = rows.start + i * rows.head_step
                     progression = range(start, start + (rows.rows - 1) * rows.step + 1, rows.step)
                     head = rows.head + i
-                    read = self._source.read(name, progression, range(head, head + 1))
+                    read = read_rows(self._source, name, progression, range(head, head + 1))
                     lanes[:, 0, i, 0].copy_(read[:, :, 0])
 
 

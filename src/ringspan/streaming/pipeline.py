@@ -7,12 +7,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
+
+import torch
 
 from ringspan.streaming.memory import keep_rows_memory
 
 Rows = TypeVar("Rows")
 Results = TypeVar("Results")
+Result = TypeVar("Result")
+Arguments = ParamSpec("Arguments")
+
+
+def without_gradients(do: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """The same function for another thread: no graph is recorded there, and inference mode is as it is here.
+
+    Both modes belong to a thread. A new one records, and may not write to the inference tensors of its caller.
+    """
+    is_inference = torch.is_inference_mode_enabled()
+
+    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        with torch.inference_mode(is_inference), torch.no_grad():
+            return do(*args, **kwargs)
+
+    return run
 
 
 def run_pipeline(
@@ -22,6 +40,7 @@ def run_pipeline(
     write: Callable[[int, Results], None],
 ) -> None:
     """Read, compute and write each item, in order. The first error ends everything, and is raised here."""
+    read, write = without_gradients(read), without_gradients(write)
     with (
         keep_rows_memory(),
         ThreadPoolExecutor(1, "read ahead") as reader,

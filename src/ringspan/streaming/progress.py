@@ -1,4 +1,4 @@
-"""The progress of a run, in a file: one line for what the run is, then one for each finished shard.
+"""The progress of a run, in a file: one line for what the run is and reads, then one for each finished shard.
 
 A line is added when a shard's results last. So a run that was killed finds all that is finished, and a line that was
 cut off in mid-write counts as not there.
@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from ringspan.streaming.fingerprint import Fingerprint
 
 _BEGINNING = '{"run": '
 
@@ -17,11 +20,15 @@ _BEGINNING = '{"run": '
 class Progress:
     """What a run has finished; without a path, nothing is remembered beyond this process.
 
-    Raises if the file belongs to another run: ``settings`` are compared with those that it was begun with.
+    Raises if the file belongs to another run: ``settings`` are compared with those that it was begun with, and then its
+    inputs, by the fingerprint that is taken of them.
     """
 
-    def __init__(self, path: Path | None, settings: dict[str, Any]) -> None:
+    def __init__(
+        self, path: Path | None, settings: dict[str, Any], take_fingerprint: Callable[[], Fingerprint]
+    ) -> None:
         self._path = path
+        self.inputs: Fingerprint = {}  # empty without a path
         self.finished: dict[str, dict[str, Any]] = {}
         self.seconds, self.parcel_bytes = 0.0, 0  # of all finished steps, in this process and before
         if path is None:
@@ -33,15 +40,24 @@ class Progress:
                 raise ValueError(_foreign(path))
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("")
-            self._append({"run": settings})
+            self.inputs = take_fingerprint()
+            self._append({"run": settings, "inputs": self.inputs})
             return
         _check_same_run(path, _begun_with(path, lines), settings)
         try:
             self.finished = {line["finished"]: line["note"] for line in lines[1:]}
             self.seconds = sum(line["seconds"] for line in lines[1:])
             self.parcel_bytes = sum(line["parcel_bytes"] for line in lines[1:])
-        except (KeyError, TypeError) as error:
+            known = dict(lines[0]["inputs"])
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(_foreign(path)) from error
+        self.inputs = take_fingerprint()
+        differing = [name for name, sums in self.inputs.items() if sums != known.get(name)]
+        if differing:
+            raise ValueError(
+                f"{path} belongs to a run with other inputs: {', '.join(differing)} differ; "
+                f"resume with the same inputs, or delete {path} to start over"
+            )
         rewrite_lines(path, lines)  # without a line that was cut off
 
     def finish(self, step: str, note: dict[str, Any], seconds: float, parcel_bytes: int) -> None:

@@ -6,7 +6,6 @@ selected rows of a head are an arithmetic progression.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -15,13 +14,13 @@ import torch
 from torch import Tensor
 
 from ringspan.kernels import accumulation_dtype
+from ringspan.streaming.fingerprint import ROWS_OF_A_SHARD, checksum, sampled_rows
 from ringspan.streaming.memory import rows_memory
 
 # Tensors are (batch, seq, heads, dim), but lse and its gradient are (batch, heads, seq).
 _SEQ_LAST = ("lse", "grad_lse")
 INPUTS = ("q", "k", "v")
 _ROWS_AT_A_TIME = 2**12
-_ROWS_LOOKED_AT = 5  # of a finished shard, before a run goes on
 
 
 def seq_dim(name: str) -> int:
@@ -66,11 +65,23 @@ class RowShape:
         return found
 
 
-class Source(Protocol):
-    """Where rows come from. Read by several threads at a time, and the same rows more than once: always the same.
+def read_rows(source: Source, name: str, rows: range, heads: range) -> Tensor:
+    """What a source gives, which must be what was asked for: other shapes could be broadcast without an error."""
+    x, shape = source.read(name, rows, heads), source.shape
+    wanted: tuple[int, ...] = (shape.batch, len(rows), len(heads), shape.dim)
+    dtype = shape.dtype
+    if name in _SEQ_LAST:
+        wanted, dtype = (shape.batch, len(heads), len(rows)), accumulation_dtype(shape.dtype)
+    if tuple(x.shape) != wanted or x.dtype != dtype:
+        raise ValueError(
+            f"read({name!r}, {rows}, {heads}) gave {x.dtype} of shape {tuple(x.shape)}: "
+            f"must be {dtype} of shape {wanted}"
+        )
+    return x
 
-    One that has an ``identity`` (a text) is told apart from others of its shape when a run goes on.
-    """
+
+class Source(Protocol):
+    """Where rows come from. Read by several threads at a time, and the same rows more than once: always the same."""
 
     @property
     def shape(self) -> RowShape: ...
@@ -158,7 +169,19 @@ class HeldRows:
             raise ValueError(f"{name}: these files were opened for reading; use create_numpy or create_safetensors")
         dim = seq_dim(name)
         if name in self.tensors:
-            self.tensors[name].narrow(dim, start, rows.shape[dim]).copy_(rows)
+            there = self.tensors[name].shape[dim]
+            if start + rows.shape[dim] > there:
+                raise ValueError(
+                    f"{name}: the sink has {there} rows, but the shard ends with row {start + rows.shape[dim] - 1}; "
+                    "give a tensor as RowShape.results describes it"
+                )
+            held = self.tensors[name].narrow(dim, start, rows.shape[dim])
+            if held.shape != rows.shape or held.dtype != rows.dtype:
+                raise ValueError(
+                    f"{name}: the sink takes {held.dtype} of shape {tuple(held.shape)}, but the shard has {rows.dtype} "
+                    f"of shape {tuple(rows.shape)}; give a tensor as RowShape.results describes it"
+                )
+            held.copy_(rows)
         self._written[name] = (start, start + rows.shape[dim])
 
     def finish(self) -> dict[str, Any]:
@@ -169,25 +192,24 @@ class HeldRows:
 
     def resume(self, notes: Sequence[dict[str, Any]]) -> None:
         """What is finished must be in the tensors: a few rows of each shard are looked at."""
-        for name, (start, stop, checksum) in (item for note in notes for item in note["checksums"].items()):
-            if name in self.tensors and self._checksum(name, start, stop) != checksum:
+        for name, (start, stop, known) in (item for note in notes for item in note["checksums"].items()):
+            if name in self.tensors and self._checksum(name, start, stop) != known:
                 raise ValueError(
-                    f"rows {start} to {stop - 1} of {name} are finished, says the progress of the run, but they are "
-                    "not there: the place was changed or made anew; delete the progress file to start again"
+                    f"the progress file marks rows {start} to {stop - 1} of {name} as finished, but the stored rows "
+                    "differ: they were changed or created again. Delete the progress file to start over"
                 )
 
     def _checksum(self, name: str, start: int, stop: int) -> int | None:
         """Of the first row, the last, and some between; None if the rows of this name are not held."""
         if name not in self.tensors:
             return None
-        looked_at = sorted({start + (stop - 1 - start) * i // (_ROWS_LOOKED_AT - 1) for i in range(_ROWS_LOOKED_AT)})
-        rows = torch.stack([self.tensors[name].select(seq_dim(name), row) for row in looked_at])
-        return zlib.crc32(bytes(rows.view(torch.uint8).flatten().tolist()))
+        sample = sampled_rows(range(start, stop), ROWS_OF_A_SHARD)
+        return checksum([self.tensors[name].select(seq_dim(name), row) for row in sample])
 
 
 @dataclass(frozen=True)
 class MadeRows:
-    """A source that makes rows on demand: ``make(name, rows, heads)`` returns (batch, rows, heads, dim).
+    """A source that makes rows on demand: ``make(name, rows, heads)`` returns what `Source.read` must.
 
     It is called from several threads at a time, and asked for some rows more than once: the same must come again.
     """
@@ -196,14 +218,7 @@ class MadeRows:
     make: Callable[[str, range, range], Tensor]
 
     def read(self, name: str, rows: range, heads: range) -> Tensor:
-        x = self.make(name, rows, heads)
-        wanted = (self.shape.batch, len(rows), len(heads), self.shape.dim)
-        if tuple(x.shape) != wanted or x.dtype != self.shape.dtype:
-            raise ValueError(
-                f"make({name!r}, {rows}, {heads}) gave {x.dtype} of shape {tuple(x.shape)}: "
-                f"must be {self.shape.dtype} of shape {wanted}, as the source's shape says"
-            )
-        return x
+        return self.make(name, rows, heads)
 
 
 @dataclass(frozen=True)

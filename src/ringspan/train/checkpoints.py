@@ -25,6 +25,7 @@ from ringspan.train.settings import TrainSettings
 from ringspan.train.together import together
 
 SETTINGS = "settings.json"
+STEPS = "steps.txt"  # beside the weights of a trained model: after how many steps they were written
 _WRITING = ".writing"
 _NAME = re.compile(r"step-(\d{8,})")
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import bisect
-import sysconfig
 from collections.abc import Iterable
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from ringspan.train.selection import Selection
+from ringspan.train.settings import TrainSettings
+from ringspan.train.together import together
 
 
 class Corpus:
@@ -21,32 +25,20 @@ class Corpus:
     b'\"\"\"'
     """
 
-    def __init__(self, files: list[Path], first: int = 0, stop: int | None = None) -> None:
-        sizes = [path.stat().st_size for path in files]
-        self.files = [path for path, size in zip(files, sizes, strict=True) if size]
-        self.ends = list(accumulate(size for size in sizes if size))
-        if not self.ends:
-            raise ValueError("no data: the files are empty, or there are none")
+    def __init__(self, selection: Selection, first: int = 0, stop: int | None = None) -> None:
+        self.selection = selection
+        self.ends = list(accumulate(file.bytes for file in selection.files))
         self.first, self.stop = first, self.ends[-1] if stop is None else stop
 
     @staticmethod
     def of(paths: Iterable[str | Path]) -> Corpus:
-        """All files in these files and folders, in order of their names; without any, Python's own sources."""
-        chosen = [Path(path) for path in paths]
-        if not chosen:
-            library = Path(sysconfig.get_path("stdlib"))
-            return Corpus(sorted(p for p in library.rglob("*.py") if "site-packages" not in p.parts))
-        files: list[Path] = []
-        for path in chosen:
-            if not path.exists():
-                raise ValueError(f"{path}: no such file or folder")
-            files += sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-        return Corpus(files)
+        """The text in these files and folders; without any, Python's own sources. See `Selection.of`."""
+        return Corpus(Selection.of(paths))
 
     def split(self, held_out: float) -> tuple[Corpus, Corpus]:
         """The text to train on, and the last share of it, to test on: neither can read the other's bytes."""
         border = self.first + int(len(self) * (1 - held_out))
-        return Corpus(self.files, self.first, border), Corpus(self.files, border, self.stop)
+        return Corpus(self.selection, self.first, border), Corpus(self.selection, border, self.stop)
 
     def __len__(self) -> int:
         return self.stop - self.first
@@ -61,7 +53,8 @@ class Corpus:
         while start < stop:
             first = self.ends[number - 1] if number else 0
             end = min(stop, self.ends[number])
-            parts.append(_mapped(self.files[number])[start - first : end - first])
+            file = self.selection.files[number]
+            parts.append(_mapped(file.path, file.bytes)[start - first : end - first])
             start, number = end, number + 1
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
@@ -76,7 +69,35 @@ class Corpus:
         return int(torch.randint(room, (1,), generator=generator))
 
 
+def select_together(settings: TrainSettings, resumes: bool, device: torch.device) -> Selection:
+    """The text of a run, on every rank; a run that resumes reads the files that it began with.
+
+    Raises the same ValueError on all ranks if one of them finds no text, or other text than the rest.
+    """
+    found: list[Selection] = []
+
+    def select() -> dict[str, Any]:
+        try:
+            data = settings.data
+            found.append(Selection.of_run(Path(settings.out), data) if resumes else Selection.of(data))
+        except ValueError as error:
+            return {"refusal": str(error)}
+        return {"files": len(found[0].files), "bytes": found[0].bytes, "digest": found[0].digest}
+
+    every = together(select, device)
+    refusals = [theirs["refusal"] for theirs in every if "refusal" in theirs]
+    if refusals:
+        raise ValueError(refusals[0])
+    for rank, theirs in enumerate(every):
+        if theirs != every[0]:
+            raise ValueError(
+                f"rank {rank} reads {theirs['files']:,} files of {theirs['bytes']:,} bytes, but rank 0 "
+                f"{every[0]['files']:,} of {every[0]['bytes']:,}, or other content: all ranks need the same text"
+            )
+    return found[0]
+
+
 @lru_cache(maxsize=64)
-def _mapped(path: Path) -> Tensor:
+def _mapped(path: str, size: int) -> Tensor:
     """A file's bytes, mapped into memory, not read."""
-    return torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+    return torch.from_file(path, shared=False, size=size, dtype=torch.uint8)

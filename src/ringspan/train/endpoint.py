@@ -1,4 +1,4 @@
-"""The figures of a run for Prometheus, over HTTP, where asked for. Needs ``pip install 'ringspan[train]'``."""
+"""The figures of a run for Prometheus, over HTTP, where asked for. Needs the extra ``train``."""
 
 from __future__ import annotations
 

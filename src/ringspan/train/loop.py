@@ -18,8 +18,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 import ringspan as rs
 from ringspan.models import LongNet
 from ringspan.models.saving import save_weights
-from ringspan.train.checkpoints import SETTINGS, Checkpoints
-from ringspan.train.corpus import Corpus
+from ringspan.train.checkpoints import SETTINGS, STEPS, Checkpoints
+from ringspan.train.corpus import Corpus, select_together
 from ringspan.train.errors import RunError
 from ringspan.train.figures import Step, hidden_share, travel_of_a_step
 from ringspan.train.files import write_whole
@@ -35,11 +35,13 @@ class Trainer:
     """A run: model, optimiser, text, and where it stands."""
 
     def __init__(self, settings: TrainSettings, *, resume: bool = False) -> None:
+        settings = settings.with_absolute_paths()  # they are stored: a run can be evaluated from any folder
         self.settings, self.pulse = settings, Pulse()
         self.checkpoints = Checkpoints(Path(settings.out) / "checkpoints", settings.keep)
         self.checkpoints.check_before(settings, resume)
         self.crew: Crew = assemble(settings)
-        self.corpus, self.held_out = Corpus.of(settings.data).split(settings.held_out)
+        text = select_together(settings, bool(self.checkpoints.steps()), self.crew.device.device)
+        self.corpus, self.held_out = Corpus(text).split(settings.held_out)
         self.corpus.start_of(settings.seed, 0, settings.tokens)  # too short a text is found out now
         torch.manual_seed(settings.seed)
         model = LongNet(settings.model).to(self.crew.device.device)
@@ -56,6 +58,8 @@ class Trainer:
             betas=(settings.beta1, settings.beta2),
         )
         self.next_step = 0
+        self.is_stopping = False  # on all ranks, because one was asked to stop
+        self._is_asked_to_stop = False
         self.travel = travel_of_a_step(self.crew, settings)
 
     @staticmethod
@@ -71,19 +75,26 @@ class Trainer:
         self.next_step = self.checkpoints.load_latest(self.model, self.optimizer, self.crew.device.device) or 0
 
     def run(self, report: Callable[[Step], None], until: int | None = None) -> None:
-        """The steps that are left, or those before ``until``, with a checkpoint now and then and at the end."""
+        """The steps that are left, or those before ``until``, with a checkpoint now and then and at the end.
+
+        Returns early, after a checkpoint, if any rank was asked to stop.
+        """
         last = self.settings.steps if until is None else until
         try:
             together(self._write_settings, self.crew.device.device)
-            while self.next_step < last:
+            while self.next_step < last and not self.is_stopping:
                 report(self._step(self.next_step))
-                if self.next_step % self.settings.save_every == 0 or self.next_step == last:
+                if self.next_step % self.settings.save_every == 0 or self.next_step == last or self.is_stopping:
                     self.save()
         except RuntimeError as error:
             explained = self._explained(error)
             if explained is None:
                 raise
             raise explained from error
+
+    def ask_to_stop(self) -> None:
+        """Ask all ranks to stop after the step that is running. Does next to nothing: a signal handler may call it."""
+        self._is_asked_to_stop = True
 
     def save(self) -> None:
         """Write a checkpoint; all ranks together."""
@@ -98,6 +109,7 @@ class Trainer:
         def write() -> None:
             if self.crew.is_speaker:
                 save_weights(folder, self.settings.model.to_json(), weights)  # type: ignore[arg-type]
+                write_whole(folder / STEPS, f"{self.next_step}\n")
 
         together(write, self.crew.device.device)
 
@@ -111,6 +123,7 @@ class Trainer:
             folder = Path(self.settings.out)
             folder.mkdir(parents=True, exist_ok=True)
             write_whole(folder / SETTINGS, self.settings.to_json())
+            self.corpus.selection.write(folder)
 
     def _step(self, number: int) -> Step:
         settings, crew = self.settings, self.crew
@@ -130,7 +143,9 @@ class Trainer:
         self.pulse.at(number, "updating")
         self.optimizer.step()
         self.optimizer.zero_grad()
-        figures = figures_of_all(crew.device.device, crew.device.peak_bytes(), crew.ring.counters.waiting_seconds)
+        spent = crew.device.peak_bytes(), crew.ring.counters.waiting_seconds
+        figures = figures_of_all(crew.device.device, *spent, self._is_asked_to_stop)
+        self.is_stopping = bool(figures[:, 2].any())  # the same on every rank
         waits = figures[:, 1].tolist()
         seconds = time.perf_counter() - start
         self.next_step = number + 1

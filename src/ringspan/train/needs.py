@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from ringspan.described import described
 from ringspan.geometry import Documents
 from ringspan.layout import Layout
-from ringspan.planning import RingPlan, Sizes
+from ringspan.planning import Reach, RingPlan, Sizes, find_reach
 from ringspan.train.settings import TrainSettings
 
 _SLICE_ROWS = 4096  # rows whose logits exist at a time (`rs.nn.ring_cross_entropy`)
@@ -30,6 +30,15 @@ class Needs:
         return sum(getattr(self, entry.name) for entry in fields(self))
 
 
+def reach_of(settings: TrainSettings, ring_size: int) -> Reach:
+    """How far a token sees in one layer, and which segments cross ranks: of the layer that sees and sends the most."""
+    model, documents = settings.model, Documents((settings.tokens,))
+    layout = Layout(settings.layout, settings.tokens, ring_size)
+    layers = {model.pattern_of(layer) for layer in range(model.layers)}
+    found = [find_reach(pattern, documents, layout, model.kv_heads) for pattern in layers]
+    return max(found, key=lambda reach: (len(reach.crossing), reach.longest_segment))
+
+
 def needs_of(settings: TrainSettings, world: int) -> Needs:
     """What the rank with the most rows needs; workspaces of kernels (16 MiB) and Python itself come on top."""
     model, ring_size = settings.model, settings.ring_size(world)
@@ -41,8 +50,9 @@ def needs_of(settings: TrainSettings, world: int) -> Needs:
     rows = layout.rows_of(rank) * settings.batch
     kv_width = model.head_dim * model.kv_heads
     sizes = Sizes(settings.batch, model.heads, model.kv_heads, model.head_dim, short, wide)
-    plan = RingPlan(model.pattern_of(0), Documents((settings.tokens,)), layout, True, "relay", sizes)
-    attention = plan.memory(rank, backward=True)
+    documents, patterns = Documents((settings.tokens,)), {model.pattern_of(layer) for layer in range(model.layers)}
+    plans = [RingPlan(pattern, documents, layout, True, "relay", sizes) for pattern in patterns]
+    attention = max((plan.memory(rank, backward=True) for plan in plans), key=lambda memory: memory.total)
     # A layer that is computed again keeps its input, attention's output and lse; otherwise all that is inside, too.
     kept = rows * (model.width * (wide + short) + model.heads * wide)
     inside = rows * (3 * model.width * wide + (model.width + 2 * kv_width) * short + 4 * model.mlp_width * short)

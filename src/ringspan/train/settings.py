@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -98,7 +99,9 @@ class TrainSettings:
         """The settings in a file."""
         try:
             return TrainSettings.from_json(path.read_text())
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            raise ValueError(f"{path}: {error.strerror}; `ringspan train` writes it into its --out folder") from error
+        except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 
     def changed(self, changes: dict[str, Any]) -> TrainSettings:
@@ -107,6 +110,11 @@ class TrainSettings:
         model = {name: value for name, value in changes.items() if name in of_model}
         rest = {name: value for name, value in changes.items() if name not in of_model}
         return dataclasses.replace(self, **{"model": dataclasses.replace(self.model, **model), **rest})
+
+    def with_absolute_paths(self) -> TrainSettings:
+        """The same run as seen from any folder."""
+        data = tuple(os.path.abspath(path) for path in self.data)
+        return dataclasses.replace(self, data=data, out=os.path.abspath(self.out))
 
     def ring_size(self, world: int) -> int:
         """Ranks that share a sequence, of ``world`` ranks in all."""

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from ringspan.evidence.texts import exchange_texts
-from ringspan.verify import examine
+from ringspan.verify import check, exactness, examination, memory, reach, speed, wire, work
 
 _KINDS = {
-    kind.__name__: kind
-    for kind in vars(examine).values()
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind) and kind.__module__ == examine.__name__
+    name: kind
+    for module in (check, examination, exactness, memory, reach, speed, wire, work)
+    for name, kind in vars(module).items()
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind)
 }
 
 
@@ -26,8 +27,8 @@ def tell_all(mine: Any, device: torch.device) -> list[Any]:
 def write(told: Any) -> str:
     """Answers as JSON; a kind of answer is known by its name.
 
-    >>> write({"work": examine.WorkAnswer(3)})
-    '{"work": {"kind": "WorkAnswer", "flops": 3}}'
+    >>> write({"work": work.WorkAnswer(3, 0.5)})
+    '{"work": {"kind": "WorkAnswer", "flops": 3, "share": 0.5}}'
     """
     return json.dumps(told, default=lambda answer: {"kind": type(answer).__name__, **vars(answer)})
 
@@ -35,8 +36,8 @@ def write(told: Any) -> str:
 def read(text: str) -> Any:
     """What `write` has written.
 
-    >>> read('{"work": {"kind": "WorkAnswer", "flops": 3}}')
-    {'work': WorkAnswer(flops=3)}
+    >>> read('{"work": {"kind": "WorkAnswer", "flops": 3, "share": 0.5}}')
+    {'work': WorkAnswer(flops=3, share=0.5)}
     """
     return json.loads(text, object_hook=_answer)
 

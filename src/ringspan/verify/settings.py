@@ -1,56 +1,180 @@
-"""How large the examined sequences are."""
+"""What is run: the cases of every check, with the pattern that was named, or its rates in shorter segments."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
+
+from ringspan.geometry import Dilated, Full, Pattern
+from ringspan.prices import plan
+from ringspan.verify.subject import Subject
+
+_ROWS_OF_A_SHORT_SEGMENT = 4  # at least as many rows of a shortened segment are selected in each head
+_LONGEST_UNLESS_ASKED = 65536
+_PLAIN_TOKENS = 8192
+_SMALL_PARCELS_BYTES = 32 * 2**20
+_FIRST_RING_OF_LARGE_PARCELS = 4
 
 
 @dataclass(frozen=True)
-class Size:
-    """A sequence: how many tokens, and how many heads of ``dim`` numbers each."""
+class Case:
+    """One set of tensors and the pattern that is run on them."""
 
+    pattern: Pattern
     tokens: int
+    batch: int
     heads: int
+    kv_heads: int
     dim: int
+    dtype: str
+
+    def __str__(self) -> str:
+        """As reports name it.
+
+        >>> str(Case(Dilated((64, 256), (1, 4)), 1001, 2, 6, 2, 16, "float64"))
+        '64x1 256x4, 1,001 tokens, batch 2, 6 heads on 2 KV heads x 16, float64'
+        """
+        batch = f", batch {self.batch}" if self.batch > 1 else ""
+        grouped = f" on {self.kv_heads} KV head{'s' if self.kv_heads > 1 else ''}" if self.grouped else ""
+        heads = f"{self.heads} head{'s' if self.heads > 1 else ''}{grouped} x {self.dim}"
+        return f"{short_text(self.pattern)}, {self.tokens:,} tokens{batch}, {heads}, {self.dtype}"
+
+    @property
+    def grouped(self) -> bool:
+        return self.heads != self.kv_heads
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Lengths for each kind of question, and the dtype of the exact ones."""
+    """The cases of each question."""
 
-    exact: Size  # compared with a dense oracle, and perturbed token by token
-    counted: Size  # bytes and FLOPs
-    memory: Size
-    speed: Size
-    memory_backward: bool = True
-    memory_alone_counts: bool = True  # whether parcels are so small that a ring of one, without any, is comparable
-    exact_dtype: str = "float64"
+    memory: Case
+    warm_up: Case  # before memory is measured
+    exact: tuple[Case, ...]
+    reach: Case
+    counted: Case  # bytes and FLOPs
+    speed: Case
+    uneven: tuple[Case, ...]
+    grouped: tuple[Case, ...]
+    memory_rings: tuple[int, ...]  # ring sizes that memory is measured on
+    memory_causal: bool
     trials: int = 3  # of speed; 0 where ranks share a core
 
-    @staticmethod
-    def for_dilated(tokens: int = 65536, exact_dtype: str = "float64") -> Settings:
-        """An odd length for exactness; long ones for memory and speed."""
-        return Settings(
-            exact=Size(1001, 4, 16),
-            counted=Size(8192, 4, 64),
-            memory=Size(tokens, 4, 64),
-            speed=Size(min(tokens, 32768), 4, 64),
-            exact_dtype=exact_dtype,
+    @property
+    def all_cases(self) -> tuple[Case, ...]:
+        return (
+            self.memory,
+            self.warm_up,
+            *self.exact,
+            self.reach,
+            self.counted,
+            self.speed,
+            *self.uneven,
+            *self.grouped,
         )
 
-    @staticmethod
-    def for_plain(tokens: int = 2048, exact_dtype: str = "float64") -> Settings:
-        """Plain attention is quadratic: shorter sequences with more heads show memory as well, and in less time.
 
-        Its parcels are as large as its rows, and backward has more of them in flight the larger the ring, up to three
-        hops: memory is fitted over the forward pass, which has two hops of them in flight on every ring.
-        """
-        return Settings(
-            exact=Size(512, 4, 16),
-            counted=Size(1024, 4, 64),
-            memory=Size(tokens, 64, 64),
-            speed=Size(2 * tokens, 8, 64),
-            memory_backward=False,
-            memory_alone_counts=False,
-            exact_dtype=exact_dtype,
-        )
+def settings_for(subject: Subject, sizes: list[int], tokens: int, dtype: str) -> Settings:
+    """Cases for a subject on rings of these sizes; ``tokens`` is the length of the long runs.
+
+    Every length can be split evenly over each ring, since many rings need that; lengths for exactness leave an odd
+    number of rows in a shard of the largest contiguous ring. Uneven shards and grouped KV heads are cases of their own.
+    """
+    pattern = subject.pattern
+    spans = 2 if subject.layout == "zigzag" else 1
+    parts = math.lcm(*sizes) * spans
+    most_rate = 1 if isinstance(pattern, Full) else max(pattern.dilation_rates)
+
+    def long(heads: int, dim: int, divided_by: int = 1) -> Case:
+        return Case(pattern, -(-tokens // divided_by // parts) * parts, 1, heads, heads, dim, "float32")
+
+    def odd(target: int) -> int:
+        return parts * (max(target, 6 * most_rate) // parts | 1)
+
+    def short(batch: int, target: int, heads: int, dim: int, kv_heads: int = 0) -> Case:
+        n = odd(target)
+        return Case(shortened(pattern, 3 * n // 4), n, batch, heads, kv_heads or heads, dim, dtype)
+
+    exact = [
+        short(1, 300, 1, 16),
+        short(3, 300, 3, 16),
+        short(1, 700, 2, 32),
+        short(2, 200, 5, 64),
+        short(1, 200, 8, 16),
+    ]
+    if most_rate > 1:  # heads start at every offset, and again at the first
+        exact.append(short(1, 700, min(most_rate, 64) + 1, 8))
+    exact.append(Case(pattern, parts * ((tokens // parts + 1) | 1), 1, 1, 1, 32, dtype))
+    if isinstance(pattern, Full):
+        memory, counted = long(256, 128, divided_by=16), long(4, 64, divided_by=8)
+    else:
+        memory, counted = long(4, 64), long(2, 16)
+    large = _has_large_parcels(subject, memory)
+    memory_rings = _memory_rings(sizes, large)
+    parts_of_memory = math.lcm(*memory_rings) * spans
+    memory = replace(memory, tokens=-(-memory.tokens // parts_of_memory) * parts_of_memory)
+    even = short(2, 300, 3, 16)
+    return Settings(
+        memory=memory,
+        warm_up=replace(memory, tokens=16 * parts_of_memory, heads=1, kv_heads=1),
+        exact=tuple(exact),
+        reach=short(1, 700, 4, 16),
+        counted=counted,
+        speed=long(2, 64),
+        uneven=(replace(even, tokens=even.tokens + 1),),
+        grouped=(short(2, 300, 6, 16, kv_heads=2), short(1, 200, 4, 16, kv_heads=1)),
+        memory_rings=memory_rings,
+        memory_causal=not large,  # so that ranks with large parcels all have as many
+    )
+
+
+def default_tokens(pattern: Pattern) -> int:
+    """The longest segment, so that it has its full length; plain attention is quadratic, and takes less."""
+    if isinstance(pattern, Full):
+        return _PLAIN_TOKENS
+    return min(max(pattern.segment_lengths), _LONGEST_UNLESS_ASKED)
+
+
+def _has_large_parcels(subject: Subject, case: Case) -> bool:
+    parcels = [
+        plan(case.pattern, case.tokens, ring_size=size, layout=subject.layout, heads=case.heads, dim=case.dim)
+        .memory(0, backward=True)
+        .parcels
+        for size in (2, 4)
+    ]
+    return max(parcels) > _SMALL_PARCELS_BYTES
+
+
+def _memory_rings(sizes: list[int], large_parcels: bool) -> tuple[int, ...]:
+    """On which ring sizes the memory of a ring can be told apart from that of an all-gather.
+
+    Where parcels are small, on any. Where they are as large as the rows, a ring of two holds its own rows and those of
+    the other rank, which is the whole sequence: only larger rings can show that a rank holds less.
+    """
+    if not large_parcels:
+        return tuple(sizes)
+    first = _FIRST_RING_OF_LARGE_PARCELS
+    return tuple(sorted({first, 2 * first, *(size for size in sizes if size >= first)}))
+
+
+def shortened(pattern: Pattern, tokens: int) -> Pattern:
+    """The pattern with its own rates in shorter segments: the longest has ``tokens`` rows, if rates leave room.
+
+    >>> shortened(Dilated((2048, 16384, 65536), (1, 8, 32)), 750).text
+    'dilated 23x1 187x8 750x32 interleaved shift 0 heads 0 of 0'
+    """
+    if isinstance(pattern, Full):
+        return pattern
+    longest = max(pattern.segment_lengths)
+    pairs = zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)
+    lengths = (min(w, max(w * tokens // longest, _ROWS_OF_A_SHORT_SEGMENT * r)) for w, r in pairs)
+    return Dilated(tuple(lengths), pattern.dilation_rates, pattern.head_offsets, pattern.shift)
+
+
+def short_text(pattern: Pattern) -> str:
+    """Without what is the same in all patterns that a command line can name.
+
+    >>> short_text(Dilated((64, 256), (1, 4)))
+    '64x1 256x4'
+    """
+    return pattern.text.removeprefix("dilated ").partition(" interleaved")[0]

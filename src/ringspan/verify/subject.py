@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ringspan.api import attention
 from ringspan.evidence.peers import Attention
-from ringspan.geometry import Dilated, Full, Pattern
+from ringspan.geometry import Full, Pattern
 from ringspan.layout import Layout, LayoutName, check_layout_name
 from ringspan.ring import Ring
 
@@ -28,6 +28,7 @@ class Subject:
     target: str = ""
     pattern: Pattern = field(default_factory=Full)
     layout: LayoutName = "zigzag"
+    equal_shards: bool = False  # whether it needs as many rows on each rank
 
     @property
     def is_ringspan(self) -> bool:
@@ -39,10 +40,11 @@ class Subject:
 
     @staticmethod
     def load(target: str) -> Subject:
-        """A function of somebody else; its attribute ``layout`` says which rows a rank holds."""
-        layout: Any = getattr(_find(target), "layout", "contiguous")
+        """Another function; its attributes ``layout`` and ``equal_shards`` say which rows a rank holds."""
+        function = _find(target)
+        layout: Any = getattr(function, "layout", "contiguous")
         check_layout_name(layout)
-        return Subject(target, Full(), layout)
+        return Subject(target, Full(), layout, bool(getattr(function, "equal_shards", False)))
 
     def on(self, group: dist.ProcessGroup) -> Bound:
         """The subject as a rank of a group calls it."""
@@ -66,20 +68,6 @@ class Bound:
         if self.function is not None:
             return self.function(q, k, v, causal=causal, group=self.ring.group)
         return attention(q, k, v, pattern=pattern, causal=causal, ring=self.ring, seq_len=tokens)
-
-
-def shortened(pattern: Pattern, tokens: int) -> Pattern:
-    """The pattern for a sequence so short that a dense oracle can follow: its longest segment is all of it.
-
-    >>> shortened(Dilated((2048, 65536), (1, 32)), 1000).segment_lengths
-    (31, 1000)
-    """
-    if isinstance(pattern, Full) or max(pattern.segment_lengths) <= tokens:
-        return pattern
-    longest = max(pattern.segment_lengths)
-    lengths = tuple(max(1, w * tokens // longest) for w in pattern.segment_lengths)
-    rates = tuple(min(r, 4) for r in pattern.dilation_rates)  # so that a short segment still has rows to select
-    return Dilated(lengths, rates, pattern.head_offsets)
 
 
 def _find(target: str) -> Attention:

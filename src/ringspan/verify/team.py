@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -31,6 +32,10 @@ class Team(Protocol):
     def parallel_ranks(self) -> int:
         """How many ranks have a device of their own: beyond that, speed means nothing."""
 
+    @property
+    def most_ranks(self) -> int:
+        """The largest ring that can be had."""
+
     def sizes(self, wanted: list[int]) -> list[int]: ...
 
     def run(self, size: int, task: Task, *arguments: Any) -> list[Any]: ...
@@ -40,9 +45,10 @@ class Team(Protocol):
 class LocalTeam:
     """Fresh processes on this machine for each ring, gloo, one thread a rank."""
 
-    timeout_seconds: float = 300.0
+    timeout_seconds: float = 600.0
     where: str = "local processes, gloo, one thread a rank"
     is_speaker: bool = True
+    most_ranks: int = sys.maxsize
 
     @property
     def parallel_ranks(self) -> int:
@@ -81,6 +87,10 @@ class LaunchedTeam:
         local = LocalTeam().parallel_ranks
         return self.world if self.device.device.type != "cpu" else min(self.world, local)
 
+    @property
+    def most_ranks(self) -> int:
+        return self.world
+
     def sizes(self, wanted: list[int]) -> list[int]:
         """Powers of two up to the whole group, whatever was wished for: the group is what it is."""
         return sorted({*(2**i for i in range(self.world.bit_length()) if 2**i <= self.world), self.world})
@@ -92,7 +102,7 @@ class LaunchedTeam:
         return tell_all(mine, self.device.device)[:size]
 
 
-def find_team(timeout_seconds: float = 300.0) -> Team:
+def find_team(timeout_seconds: float = 600.0) -> Team:
     """The group that torchrun has started, if we are in one; otherwise local processes."""
     if dist.is_torchelastic_launched():
         return LaunchedTeam()

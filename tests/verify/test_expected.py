@@ -1,0 +1,51 @@
+"""The right results, from drawn rows alone, equal those of the dense oracle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ringspan.geometry import Dilated, Full, Pattern
+from ringspan.layout import Layout, LayoutName
+from ringspan.oracle import dense_attention
+from ringspan.verify import expected as module
+from ringspan.verify.expected import Place, drawn_rows, expect, own_rows
+from ringspan.verify.settings import Case
+
+
+@pytest.mark.parametrize("layout_name", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("pattern", [Full(), Dilated((10, 64), (1, 8))])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("most_rows", [1000, 20])
+def test_results_of_every_rank_equal_the_dense_oracle(
+    pattern: Pattern, layout_name: LayoutName, causal: bool, most_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(pattern, 67, 2, 4, 2, 8, "float64")
+    layout = Layout(layout_name, case.tokens, 3)
+    monkeypatch.setattr(module, "_MOST_PAIRS", 1)
+    monkeypatch.setattr(module, "_LEAST_ROWS", most_rows)
+    places = [Place(layout, rank) for rank in range(3)]
+    whole = [torch.empty(2, 67, heads, 8, dtype=torch.float64) for heads in (4, 2, 2, 4)]
+    for place in places:
+        for x, rows in zip(whole, own_rows(case, place), strict=True):
+            x[:, place.positions(place.rank)] = rows
+    *leaves, grad_out = whole
+    drawn = drawn_rows(case, layout)
+    assert len(drawn) == 67 if most_rows > 67 else 10 < len(drawn) <= 20
+    assert (grad_out.abs().sum((0, 2, 3)) > 0).nonzero()[:, 0].tolist() == drawn.tolist()
+    out, _ = dense_attention(*(x.requires_grad_() for x in leaves), pattern=pattern, causal=causal)
+    right = [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
+    for place in places:
+        found = [x[:, place.positions(place.rank)] for x in right]
+        wanted = expect(case, causal, place, backward=True)
+        assert max(wanted.errors(found)) < 1e-13
+        found[2][0, 0, 0, 0] += 1e-9
+        assert wanted.errors(found)[2] > 1e-10
+        found[0][:, wanted.local[0]] = torch.nan
+        assert wanted.errors(found)[0] == torch.inf
+
+
+def test_borders_of_shards_are_among_the_drawn_rows() -> None:
+    rows = drawn_rows(Case(Full(), 2**20, 1, 4, 4, 64, "float32"), Layout("contiguous", 2**20, 4)).tolist()
+    assert len(rows) <= 32
+    assert {0, 2**18 - 1, 2**18, 2**19, 3 * 2**18, 2**20 - 1} <= set(rows)
