@@ -22,9 +22,9 @@ from rich.console import Console
 
 from benchmarks.decoding_report import write_report
 from ringspan.decoding import Sampler
-from ringspan.evidence.machine import describe_machine, one_line
 from ringspan.models import Decoder, LongNet, LongNetConfig
-from ringspan.processes import run_local_ranks
+from ringspan.runtime.launch import run_local_ranks
+from ringspan.tools.measure import describe_machine, one_line
 
 ROOT = Path(__file__).parent.parent
 SIZES: dict[str, Any] = dict(layers=2, width=64, heads=4, kv_heads=2)

@@ -10,7 +10,7 @@ from matplotlib import pyplot
 from rich.console import Console
 
 from benchmarks.tables import Cells, markdown_table, rich_table
-from ringspan.evidence.pages import write_into
+from ringspan.tools.pages import write_into
 
 MIB = 2**20
 FIRST_FLAT = 16384  # from here on every branch has been full once: the memory is all there

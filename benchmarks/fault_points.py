@@ -19,9 +19,9 @@ from typing import Any, NoReturn
 from safetensors.torch import save_file
 
 from ringspan.cli import main
-from ringspan.ring import group
-from ringspan.train import parts
-from ringspan.train.loop import Trainer
+from ringspan.ring import ring as ring_module
+from ringspan.train import checkpoint
+from ringspan.train.trainer import Trainer
 
 POINTS = {
     "between": "between two steps",
@@ -41,7 +41,7 @@ def die() -> NoReturn:
 def arm(point: str, step: int) -> None:
     """Strike this process when it comes to the point in this step."""
     steps: list[int] = []
-    step_as_it_was, post_as_it_was = Trainer._step, group._GroupMail.post
+    step_as_it_was, post_as_it_was = Trainer._step, ring_module._GroupMail.post
 
     def take_step(trainer: Trainer, number: int) -> Any:
         steps.append(number)
@@ -70,11 +70,11 @@ def arm(point: str, step: int) -> None:
 
     wrapped: list[tuple[Any, str, Callable[..., Any]]] = [
         (Trainer, "_step", take_step),
-        (group._GroupMail, "post", post),
-        (parts, "save_file", save),
+        (ring_module._GroupMail, "post", post),
+        (checkpoint, "save_file", save),
     ]
     if point == "loading":
-        wrapped.append((parts, "safe_open", no_opening))
+        wrapped.append((checkpoint, "safe_open", no_opening))
     for place, name, wrapper in wrapped:
         setattr(place, name, wrapper)
 

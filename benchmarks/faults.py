@@ -30,7 +30,7 @@ from rich.progress import Progress
 
 from benchmarks.fault_points import POINTS
 from benchmarks.faults_report import write_report
-from ringspan.evidence.machine import describe_machine, one_line
+from ringspan.tools.measure import describe_machine, one_line
 from ringspan.train.metrics import read_metrics
 
 ROOT = Path(__file__).parent.parent

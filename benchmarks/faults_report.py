@@ -9,7 +9,7 @@ from rich.console import Console
 
 from benchmarks.fault_points import POINTS
 from benchmarks.tables import Cells, markdown_table, rich_table, yes
-from ringspan.evidence.pages import write_into
+from ringspan.tools.pages import write_into
 
 MARKER = "benchmarks.faults"
 

@@ -20,8 +20,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ringspan.evidence.machine import describe_machine, one_line
-from ringspan.evidence.pages import markdown_table, write_into
+from ringspan.tools.measure import describe_machine, one_line
+from ringspan.tools.pages import markdown_table, write_into
 
 COMMAND = ("verify", "--attention", "{target}")
 HONEST = ("tests.verify.faulty:honest",)

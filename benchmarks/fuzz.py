@@ -15,11 +15,11 @@ from rich.console import Console
 
 from benchmarks.fuzz_files import LONGEST, Found, fuzz
 from benchmarks.tables import Cells, markdown_table, rich_table
-from ringspan.evidence.machine import describe_machine, one_line
-from ringspan.evidence.pages import write_into
 from ringspan.models.config import LongNetConfig
-from ringspan.processes import run_local_ranks
-from ringspan.train.settings import TrainSettings
+from ringspan.runtime.launch import run_local_ranks
+from ringspan.tools.measure import describe_machine, one_line
+from ringspan.tools.pages import write_into
+from ringspan.train.config import TrainSettings
 
 ROOT = Path(__file__).parent.parent
 MARKER = "benchmarks.fuzz"

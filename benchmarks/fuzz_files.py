@@ -20,13 +20,12 @@ from typer.testing import CliRunner
 
 from ringspan.cli.app import app
 from ringspan.models import LongNet
-from ringspan.train.errors import RunError
-from ringspan.train.files import checksum
-from ringspan.train.heartbeats import Beat, read_beats, write_beat
-from ringspan.train.loop import Trainer
-from ringspan.train.parts import MANIFEST, read_manifest, write_manifest
-from ringspan.train.settings import TrainSettings
-from ringspan.train.stragglers import stragglers
+from ringspan.runtime.files import checksum
+from ringspan.runtime.settings import RunError
+from ringspan.train.checkpoint import MANIFEST, read_manifest, write_manifest
+from ringspan.train.config import TrainSettings
+from ringspan.train.trainer import Trainer
+from ringspan.train.watchdog import Beat, read_beats, stragglers, write_beat
 
 CODE_RUNS = {"pickle.find_class", "os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen"}
 LONGEST = 20  # seconds that a case may take, on a busy machine

@@ -9,7 +9,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from ringspan.evidence.pages import Picture, Rows, Table
+from ringspan.tools.pages import Picture, Rows, Table
 
 Growth = dict[int, list[dict[str, Any]]]  # runs by length
 FLAT_FROM = 2**20

@@ -24,7 +24,7 @@ import ringspan as rs
 from benchmarks import peers
 from benchmarks.memory import in_fresh_process
 from benchmarks.one_device_report import write_report
-from ringspan.evidence.machine import Stopwatch, describe_machine, one_line
+from ringspan.tools.measure import Stopwatch, describe_machine, one_line
 
 ROOT = Path(__file__).parent.parent
 PARTS = ("kernel-share", "growth", "peers", "memory")

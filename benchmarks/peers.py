@@ -1,6 +1,6 @@
 """ringspan on one device, beside what torch itself offers for a dilated pattern: each a task for a process of its own.
 
-All compute the same function (`ringspan.evidence.masked` says how); the checksum shows it.
+All compute the same function (`ringspan.tools.peers` says how); the checksum shows it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor
 
 import ringspan as rs
 from benchmarks.memory import Measured, median_time
-from ringspan.evidence.masked import blockwise_flex, masked_sdpa
-from ringspan.measure import peak_growth
+from ringspan.runtime.device import peak_growth
+from ringspan.tools.peers import blockwise_flex, masked_sdpa
 
 HEADS, DIM = 8, 64
 

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 import ringspan as rs
-from ringspan.measure import peak_growth
-from ringspan.processes import run_local_ranks
-from ringspan.rehearse.network import Network
-from ringspan.rehearse.ring import rehearse_ring
+from ringspan.runtime.device import peak_growth
+from ringspan.runtime.launch import run_local_ranks
+from ringspan.tools.rehearse import Network, rehearse_ring
 
 SIZES = (
     (2**15, 64),

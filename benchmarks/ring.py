@@ -22,9 +22,9 @@ import ringspan as rs
 from benchmarks import ring_tasks
 from benchmarks.peers import DIM, HEADS
 from benchmarks.ring_report import write_report
-from ringspan.evidence.machine import describe_machine, one_line
 from ringspan.oracle import dense_attention
-from ringspan.processes import run_local_ranks
+from ringspan.runtime.launch import run_local_ranks
+from ringspan.tools.measure import describe_machine, one_line
 
 ROOT = Path(__file__).parent.parent
 PARTS = ("speed", "memory", "bytes", "error")

@@ -17,9 +17,9 @@ from torch import Tensor
 
 import ringspan as rs
 from benchmarks.peers import DIM, HEADS, pattern_up_to
-from ringspan.evidence import peers
-from ringspan.evidence.machine import busy_seconds
-from ringspan.measure import peak_growth
+from ringspan.runtime.device import peak_growth
+from ringspan.tools import peers
+from ringspan.tools.measure import busy_seconds
 
 MODES = ("forward", "both")
 DISTURBED_CORES = 0.10

@@ -30,9 +30,9 @@ from rich.progress import Progress
 from benchmarks.reality import reality
 from benchmarks.scale_report import write_report
 from benchmarks.walls import communication, nodes, walls
-from ringspan.evidence.machine import describe_machine, one_line
-from ringspan.evidence.plan_tables import pattern_text
-from ringspan.proof.demonstration import steady_seconds_per_token, whole_sequence_pattern
+from ringspan.tools.demonstration import steady_seconds_per_token, whole_sequence_pattern
+from ringspan.tools.measure import describe_machine, one_line
+from ringspan.tools.plan_report import pattern_text
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path("benchmarks/results/scale.json")

@@ -18,7 +18,7 @@ from benchmarks.length_report import (
     growth_table,
     runs_by_length,
 )
-from ringspan.evidence.pages import Page, Picture, Rows, Table, markdown, print_page
+from ringspan.tools.pages import Page, Picture, Rows, Table, markdown, print_page
 
 RING_TEXT = """\
 Rehearsed by `ringspan rehearse`, {rows:,} rows a rank, the pattern as above, contiguous, forward and backward: what the

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.training_report import write_report
-from ringspan.evidence.machine import describe_machine, one_line
+from ringspan.tools.measure import describe_machine, one_line
 from ringspan.train.metrics import read_metrics
 
 ROOT = Path(__file__).parent.parent

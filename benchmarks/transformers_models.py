@@ -25,8 +25,8 @@ from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from transformers import CONFIG_MAPPING
 
 from benchmarks.small_models import PADDED, TOKENS, Found, Verdict, compare, model_classes
-from ringspan.evidence.machine import describe_machine, one_line
-from ringspan.evidence.pages import Page, Table, markdown, print_page
+from ringspan.tools.measure import describe_machine, one_line
+from ringspan.tools.pages import Page, Table, markdown, print_page
 
 ROOT = Path(__file__).parent.parent
 CPU_SECONDS = 30  # for a model class; those that take longer are not small

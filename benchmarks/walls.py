@@ -15,7 +15,7 @@ import ringspan as rs
 from ringspan.layout import LayoutName
 from ringspan.planning import ByNode, Passing, RingPlan
 from ringspan.planning.breakeven import Rates, rank_time
-from ringspan.planning.topology import traffic
+from ringspan.planning.cost import traffic
 
 MEMORY_BYTES = 80e9
 FLOPS = 0.4 * 989e12

@@ -17,9 +17,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as `ringspan stream` does
 
 import torch
 
-from ringspan.proof.demonstration import steady_seconds_per_token, whole_sequence_pattern
 from ringspan.streaming import CountedRows, DigestedRows, RowShape, ShardDone, stream_attention
-from ringspan.streaming.memory import keep_rows_memory
+from ringspan.streaming.sources import keep_rows_memory
+from ringspan.tools.demonstration import steady_seconds_per_token, whole_sequence_pattern
 
 SHARDS = {2**20: 8, 2**22: 16, 2**24: 16, 2**26: 32, 2**28: 128, 2**30: 512}  # those of `ringspan stream --budget 8G`
 ROUNDS = 6  # the first of them warms up

@@ -17,7 +17,7 @@ from ringspan.draw import (
     pairs_by_hop,
     scaled_down,
 )
-from ringspan.draw.density import cell_borders
+from ringspan.draw.pattern import cell_borders
 from ringspan.oracle import multiplicity
 
 

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import ringspan as rs
-from ringspan.op import attention_op
+from ringspan._op import attention_op
 from tests.counting import CountingMode
 
 PATTERN = rs.Dilated((16, 40), (1, 3), shift=2)

@@ -8,11 +8,11 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from ringspan._op import attention_op
 from ringspan.geometry import Documents, Pattern, as_int
-from ringspan.op import attention_op
-from ringspan.operands import autocast, check_operands, check_pattern, check_tensors, kernel_for, scale_for
 from ringspan.order import FoldedOrder, Order
 from ringspan.ring import Ring, SimulatedRing
+from ringspan.validation import autocast, check_operands, check_pattern, check_tensors, kernel_for, scale_for
 
 Lengths = Sequence[int] | Tensor
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from ringspan.kernels import Kernel, accumulation_dtype
 from ringspan.kernels.kernel import Needs
 from ringspan.planning import Hop, Parcel, RankPlan, Tile
-from ringspan.ring.mail import Counters, Flight, Mail
+from ringspan.ring.transport import Counters, Flight, Mail
+from ringspan.schedule import ParcelGradients, Walk, parcel_rows, travel
 from ringspan.softmax import merge_, put_
-from ringspan.travel import ParcelGradients, Walk, parcel_rows, travel
 from ringspan.views import Block, CallSize, Operands, blocks, comb_view, fold
 
 # What the kernel calls of a tile may hold at a time: small enough to stay in cache, and the only memory

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ringspan.geometry import Full, Pattern
 from ringspan.order import Order
-from ringspan.order.protocol import rows_and_places
+from ringspan.order.base import rows_and_places
 
 
 def multiplicity(

@@ -4,7 +4,7 @@ from ringspan.api import attention
 from ringspan.decoding import Cache, attention_prefill, attention_step
 from ringspan.geometry import Dilated, Full, Pattern
 from ringspan.order import Hilbert, Morton, Order, RowMajor, Snake
-from ringspan.prices import best_layout, plan
+from ringspan.planning.api import best_layout, plan
 from ringspan.ring import Ring, RingError, SimulatedRing
 from ringspan.streaming import stream_attention, stream_backward
 

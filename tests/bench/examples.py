@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ringspan.bench.cases import Case
-from ringspan.bench.trials import Limits, Trial
 from ringspan.geometry import Dilated, Full
+from ringspan.tools.bench.cases import Case
+from ringspan.tools.bench.trials import Limits, Trial
 
 ROOMY = Limits(memory_bytes=2**30, seconds=600.0)
 SMALL = Case("ringspan", Dilated((64, 256), (1, 4)), 256, 1, True, "contiguous", "float32", 2, 16, True)

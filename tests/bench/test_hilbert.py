@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ringspan.bench.hilbert_page import verdict
 from ringspan.cli.app import app
-from ringspan.cli.bench_hilbert import MARKER
+from ringspan.cli.bench import MARKER
+from ringspan.tools.bench.hilbert_page import verdict
 
 HILBERT = [sys.executable, "-m", "ringspan", "bench", "hilbert"]
 

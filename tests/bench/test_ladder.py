@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 
 import ringspan as rs
-from ringspan.bench.cases import Case, case_from_json
-from ringspan.bench.implementations import make_cases
-from ringspan.bench.ladder import Settings, run_cases
-from ringspan.bench.store import Store
-from ringspan.bench.trials import Limits, Trial
+from ringspan.tools.bench.cases import Case, case_from_json, make_cases
+from ringspan.tools.bench.ladder import Settings, Store, run_cases
+from ringspan.tools.bench.trials import Limits, Trial
 from tests.bench.examples import ROOMY, case, measured
 
 Run = Callable[[Case, int, Limits, int], Trial]

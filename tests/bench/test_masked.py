@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ringspan as rs
-from ringspan.evidence.masked import branch_counter, masked_sdpa
+from ringspan.tools.peers import branch_counter, masked_sdpa
 
 PATTERNS = {
     "powers of two": rs.Dilated((16, 64), (1, 4)),

@@ -8,16 +8,15 @@ import pytest
 from rich.console import Console
 
 import ringspan as rs
-from ringspan.bench import report
-from ringspan.bench.cases import Case
-from ringspan.bench.ladder import run_cases
-from ringspan.bench.results_page import make_results_page, write_results
-from ringspan.bench.store import Store
-from ringspan.bench.suites import QUICK_SCALE, results_parts
-from ringspan.bench.summaries import summarize
-from ringspan.bench.tables import idle_rings, terminal_tables
-from ringspan.bench.trials import Limits, Trial
-from ringspan.evidence.pages import Page, Picture, Table, rich_table
+from ringspan.tools.bench import report
+from ringspan.tools.bench.cases import Case
+from ringspan.tools.bench.ladder import Store, run_cases
+from ringspan.tools.bench.results_page import make_results_page, write_results
+from ringspan.tools.bench.suites import QUICK_SCALE, results_parts
+from ringspan.tools.bench.summaries import summarize
+from ringspan.tools.bench.tables import idle_rings, terminal_tables
+from ringspan.tools.bench.trials import Limits, Trial
+from ringspan.tools.pages import Page, Picture, Table, rich_table
 from tests.bench.examples import ROOMY, case, measured
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from ringspan.bench.summaries import Spread, reaches, speed_up, summarize
-from ringspan.bench.trials import Trial
+from ringspan.tools.bench.summaries import Spread, reaches, speed_up, summarize
+from ringspan.tools.bench.trials import Trial
 from tests.bench.examples import ROOMY, case, measured
 
 
@@ -53,6 +53,6 @@ def test_reach_is_the_longest_length_without_a_failure() -> None:
 @pytest.mark.parametrize(("seen", "tokens", "wanted"), [({100: 5.0}, 200, 20.0), ({100: 5.0, 200: 5.0}, 400, 10.0)])
 def test_extrapolation_is_cautious(seen: dict[int, float], tokens: int, wanted: float) -> None:
     """One length alone: by the square. No growth yet: by the length at least."""
-    from ringspan.bench.forecast import extrapolate
+    from ringspan.tools.bench.ladder import extrapolate
 
     assert extrapolate(seen, tokens) == wanted

@@ -2,13 +2,13 @@
 
 import pytest
 
-from ringspan.bench import turns
-from ringspan.bench.hilbert import QUICK, Findings
-from ringspan.bench.hilbert_page import _sentence
-from ringspan.bench.turns import Clock
+from ringspan.tools.bench import trials
+from ringspan.tools.bench.hilbert import QUICK, Findings
+from ringspan.tools.bench.hilbert_page import _sentence
+from ringspan.tools.bench.trials import Clock
 
 
-class LoadedStopwatch(turns.Stopwatch):
+class LoadedStopwatch(trials.Stopwatch):
     """A stopwatch on a machine with a known load: so many cores during each call, and each takes a second."""
 
     loads: list[float] = []  # noqa: RUF012
@@ -23,7 +23,7 @@ class LoadedStopwatch(turns.Stopwatch):
 def test_disturbed_calls_are_repeated_and_counted(
     monkeypatch: pytest.MonkeyPatch, loads: list[float], most: float, disturbed: int
 ) -> None:
-    monkeypatch.setattr(turns, "Stopwatch", LoadedStopwatch)
+    monkeypatch.setattr(trials, "Stopwatch", LoadedStopwatch)
     LoadedStopwatch.loads = list(loads)
     clock, calls = Clock(), []
     assert clock.in_turns({"call": lambda: calls.append(1)}, rounds=1, warm=False) == {"call": [1.0]}

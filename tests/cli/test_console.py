@@ -12,10 +12,10 @@ from unittest import mock
 import pytest
 from typer.testing import CliRunner
 
-from ringspan.bench import implementations
 from ringspan.cli.app import app
 from ringspan.cli.console import make_console
-from ringspan.evidence import health
+from ringspan.tools import doctor
+from ringspan.tools.bench import cases
 
 ROOT = Path(__file__).parent.parent.parent
 COMMANDS = sorted((ROOT / "src/ringspan/cli").glob("*.py"))
@@ -28,7 +28,7 @@ def run(*arguments: str, status: int = 0) -> str:
 
 
 def test_doctor_prints_install_commands_whole() -> None:
-    with mock.patch.object(health, "_version", return_value=""):
+    with mock.patch.object(doctor, "_version", return_value=""):
         said, found = run("doctor"), json.loads(run("doctor", "--json"))
     assert found["missing"]["typer"] == "pip install -c constraints.txt -e '.[cli]'"
     for install in found["missing"].values():
@@ -36,7 +36,7 @@ def test_doctor_prints_install_commands_whole() -> None:
 
 
 def test_bench_prints_install_commands_whole() -> None:
-    with mock.patch.object(implementations.importlib.util, "find_spec", return_value=None):
+    with mock.patch.object(cases.importlib.util, "find_spec", return_value=None):
         said = run("bench", "--peers", "--pattern", "full", "--tokens", "256", "--dry-run")
     assert "pip install -c constraints.txt -e '.[peers]'" in said
 

@@ -10,9 +10,8 @@ from typer.testing import CliRunner
 
 import ringspan as rs
 from ringspan.cli.app import app
-from ringspan.evidence import health, selftest
-from ringspan.evidence.health import why_no_cuda
-from ringspan.evidence.selftest import DTYPES, run_self_test
+from ringspan.tools import doctor
+from ringspan.tools.doctor import DTYPES, run_self_test, why_no_cuda
 
 
 def run(*arguments: str, status: int = 0, **environment: str) -> str:
@@ -61,7 +60,7 @@ def test_a_page_for_people_ends_with_the_verdict() -> None:
 
 def test_what_is_missing_comes_with_what_gets_it() -> None:
     names = {"no-such-package": ("nothing at all", "pip install no-such-package")}
-    with mock.patch.object(health, "_OPTIONAL_PACKAGES", names):
+    with mock.patch.object(doctor, "_OPTIONAL_PACKAGES", names):
         assert json.loads(run("--json"))["missing"] == {"no-such-package": "pip install no-such-package"}
         page = run()
     (line,) = (line for line in page.splitlines() if "no-such-package" in line)
@@ -75,7 +74,7 @@ def slightly_wrong(*tensors: Tensor, **options: object) -> object:
 
 
 def test_slightly_wrong_results_fail() -> None:
-    with mock.patch.object(selftest, "attention", slightly_wrong):
+    with mock.patch.object(doctor, "attention", slightly_wrong):
         test = run_self_test("cpu", torch.float64)
         assert not test.holds
         assert test.error > 1e-12
@@ -95,7 +94,7 @@ def test_each_dtype_is_held_to_its_own_measure(dtype: torch.dtype) -> None:
         return out + (out.detach().to(narrower[dtype]).to(dtype) - out.detach()), lse
 
     assert run_self_test("cpu", dtype).holds
-    with mock.patch.object(selftest, "attention", narrow):
+    with mock.patch.object(doctor, "attention", narrow):
         test = run_self_test("cpu", dtype)
     assert not test.holds
     assert test.result == "out"
@@ -106,7 +105,7 @@ def test_results_that_are_no_numbers_fail() -> None:
         out, lse = rs.attention(*tensors, **options)  # type: ignore[call-overload]
         return out * torch.nan, lse
 
-    with mock.patch.object(selftest, "attention", broken):
+    with mock.patch.object(doctor, "attention", broken):
         assert run_self_test("cpu", torch.float32).failure == "ArithmeticError: out is not finite"
 
 

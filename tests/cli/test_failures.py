@@ -12,9 +12,9 @@ import typer
 from typer.testing import CliRunner
 
 import ringspan as rs
-from ringspan.cli import failures
+from ringspan.cli import console
 from ringspan.cli.app import app
-from ringspan.train.errors import RunError
+from ringspan.runtime.settings import RunError
 
 HANG = 300  # seconds
 NOWHERE = Path("/proc/ringspan")  # nobody can write there, not even root
@@ -51,12 +51,12 @@ def test_a_rank_that_failed_alone_says_so_itself(
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "here")
     monkeypatch.setenv("RANK", "3")
     waits: list[float] = []
-    monkeypatch.setattr(failures.time, "sleep", waits.append)
-    with pytest.raises(typer.Exit) as ended, failures.reported():
+    monkeypatch.setattr(console.time, "sleep", waits.append)
+    with pytest.raises(typer.Exit) as ended, console.reported():
         raise RunError("the disk is full")
     assert ended.value.exit_code == 1
     assert capsys.readouterr().err == "rank 3: the disk is full\n"
-    assert waits == [failures._HEAD_START]  # torchrun ends it meanwhile, if rank 0 has failed as well
+    assert waits == [console._HEAD_START]  # torchrun ends it meanwhile, if rank 0 has failed as well
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_a_rank_that_failed_alone_says_so_itself(
     ids=lambda value: type(value).__name__,
 )
 def test_expected_errors_are_a_sentence(error: Exception, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(typer.Exit) as ended, failures.reported():
+    with pytest.raises(typer.Exit) as ended, console.reported():
         raise error
     assert ended.value.exit_code == 1
     said = capsys.readouterr().err
@@ -82,7 +82,7 @@ def test_expected_errors_are_a_sentence(error: Exception, sentence: str, capsys:
 
 @pytest.mark.parametrize("error", [RuntimeError("a defect"), BrokenPipeError(), TypeError("a defect"), typer.Exit(3)])
 def test_defects_keep_their_traceback(error: Exception) -> None:
-    with pytest.raises(type(error)), failures.reported():
+    with pytest.raises(type(error)), console.reported():
         raise error
 
 

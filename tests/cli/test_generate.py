@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ringspan.models import LongNet, LongNetConfig
-from ringspan.train.settings import TrainSettings
+from ringspan.train.config import TrainSettings
 
 CONFIG = LongNetConfig.named("nano", segment_lengths=(16, 64), dilation_rates=(1, 4))
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+import subprocess
+import sys
 
 import pytest
-import typer.main
 from typer.testing import CliRunner
 
-from ringspan.cli.app import app
-from ringspan.train.presets import PRESETS
+from ringspan.cli.app import COMMANDS, app, load_command
+from ringspan.train.config import PRESETS
 
-COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 NOTHING = {"config", "into", "draw", "prompt_file", "suite"}  # not given, they do nothing
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_has_help_and_a_default(name: str) -> None:
-    for option in COMMANDS[name].params:
+    for option in load_command(name).params:
         assert option.help or option.name == "help", option.name
         if (
             option.param_type_name != "option"
@@ -42,3 +41,12 @@ def test_presets_are_described() -> None:
     for name, preset in PRESETS.items():
         assert f"{name}: {preset}" in said
     assert "8192" in said.partition("--tokens")[2][:200]  # the default of the first preset
+
+
+def test_help_imports_no_torch() -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "ringspan", "--help"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    imported = {line.rpartition("|")[2].strip() for line in found.stderr.splitlines()}
+    assert "typer" in imported
+    assert "torch" not in imported
+    assert all(name in found.stdout for name in COMMANDS)

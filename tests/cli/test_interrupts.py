@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from ringspan.models import LongNet, LongNetConfig
+from ringspan.train.config import TrainSettings
 from ringspan.train.metrics import read_metrics
-from ringspan.train.settings import TrainSettings
 
 ROOT = Path(__file__).parent.parent.parent
 SMALL = (

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ringspan.cli.app import app
-from ringspan.proof.demonstration import whole_sequence_pattern
+from ringspan.tools.demonstration import whole_sequence_pattern
 
 SMALL = ["--tokens", "32k", "--heads", "2", "--dim", "8", "--anywhere", "200"]
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ringspan as rs
-from ringspan.decoding.kept import ENDLESS, KeptRows, Share, kept_rows
+from ringspan.decoding.retention import ENDLESS, KeptRows, Share, kept_rows
 from ringspan.geometry import Lane
 from ringspan.layout import Layout
 from tests.strategies import dilated, held_heads

@@ -7,7 +7,7 @@ import torch
 
 import ringspan as rs
 from ringspan.oracle import dense_attention
-from ringspan.processes import run_local_ranks
+from ringspan.runtime.launch import run_local_ranks
 from tests.decoding import tasks
 from tests.exactness import inputs
 from tests.rank_tasks import run_tasks

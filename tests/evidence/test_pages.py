@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from ringspan.evidence.pages import Page, Picture, Table, html, markdown, write_into, write_page
+from ringspan.tools.pages import Page, Picture, Table, html, markdown, write_into, write_page
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import ringspan as rs
 from ringspan.models import LongNet, LongNetConfig
-from ringspan.processes import run_local_ranks
+from ringspan.runtime.launch import run_local_ranks
 from tests.integrations.models import small_model
 
 CONFIG = LongNetConfig.named("nano", segment_lengths=(16, 64), dilation_rates=(1, 4))

@@ -13,8 +13,8 @@ from tests.integrations.models import small_model
 
 pytest.importorskip("transformers", reason="needs the extra transformers")
 
-from ringspan.integrations.attention_mask import MaskDescription
 from ringspan.integrations.transformers import register
+from ringspan.integrations.transformers_attention import MaskDescription
 
 KINDS = ("llama", "qwen3", "mistral")
 

@@ -15,8 +15,8 @@ import ringspan as rs
 transformers = pytest.importorskip("transformers", reason="needs pip install 'ringspan[transformers]'")
 
 from benchmarks.small_models import compare  # noqa: E402
-from ringspan.integrations.attention_mask import MaskDescription  # noqa: E402
 from ringspan.integrations.transformers import register  # noqa: E402
+from ringspan.integrations.transformers_attention import MaskDescription  # noqa: E402
 
 ITSELF = "works with an attention mask itself"
 EQUAL = (

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import ringspan as rs
 from ringspan.layout import LayoutName
-from ringspan.processes import run_local_ranks
+from ringspan.runtime.launch import run_local_ranks
 from tests.integrations.models import small_model
 
 pytest.importorskip("transformers", reason="needs the extra transformers")

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import ringspan as rs
-from ringspan.order.curve import Boxes, _slots, follow, hilbert_curve, hilbert_positions
 from ringspan.order.curves import CurveName, all_cells, sort_keys, visit
+from ringspan.order.hilbert import Boxes, _slots, follow, hilbert_curve, hilbert_positions
 from tests.counting import CountingMode
 
 CURVES: list[CurveName] = ["hilbert", "row_major", "snake", "morton"]

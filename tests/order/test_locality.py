@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import ringspan as rs
-from ringspan.bench.locality import rows_that_travel, share_of_neighbours_seen, shortest_segment
 from ringspan.draw import draw_orders
-from ringspan.order.regions import ranks_of_cells
+from ringspan.order.grid import ranks_of_cells
+from ringspan.tools.bench.hilbert import rows_that_travel, share_of_neighbours_seen, shortest_segment
 
 ORDERS = [rs.RowMajor, rs.Snake, rs.Morton, rs.Hilbert]
 

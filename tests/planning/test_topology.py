@@ -10,7 +10,7 @@ import ringspan as rs
 from ringspan.geometry import Documents
 from ringspan.layout import Layout
 from ringspan.planning import ByNode, RingPlan, Sizes, packing_from_sequence, plan_rank
-from ringspan.planning.topology import traffic
+from ringspan.planning.cost import traffic
 from tests.exactness import assert_equals_oracle, inputs
 from tests.strategies import lengths, patterns
 

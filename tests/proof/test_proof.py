@@ -12,11 +12,8 @@ import ringspan as rs
 from ringspan.geometry import Documents
 from ringspan.oracle import dense_attention, multiplicity
 from ringspan.planning import RingPlan
-from ringspan.proof.keys import keys_seen
-from ringspan.proof.prove import Proof, prove
-from ringspan.proof.recompute import recompute
-from ringspan.proof.strata import EVERYWHERE, Stratum, draw_strata
 from ringspan.streaming import CountedRows, HeldRows, Place, RowShape
+from ringspan.tools.spot_check import EVERYWHERE, Proof, Stratum, draw_strata, keys_seen, prove, recompute
 from tests.strategies import lengths, patterns
 
 N, SHARDS = 4096, 16

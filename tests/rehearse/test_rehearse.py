@@ -7,13 +7,19 @@ import pytest
 import torch
 
 import ringspan as rs
-from ringspan.measure import peak_growth
 from ringspan.planning import ByNode, RingPlan
-from ringspan.processes import run_local_ranks
-from ringspan.rehearse.mail import StandInMail
-from ringspan.rehearse.network import Clock, Network
-from ringspan.rehearse.rank import Rehearsed, rehearse_rank
-from ringspan.rehearse.ring import RehearsedRing, ranks_worth_rehearsing, rehearse_ring
+from ringspan.runtime.device import peak_growth
+from ringspan.runtime.launch import run_local_ranks
+from ringspan.tools.rehearse import (
+    Clock,
+    Network,
+    Rehearsed,
+    RehearsedRing,
+    StandInMail,
+    ranks_worth_rehearsing,
+    rehearse_rank,
+    rehearse_ring,
+)
 
 # Tensors of 32 MiB or more on every rank: below that, what glibc keeps of freed ones is as large as what is compared.
 N, HEADS, DIM = 2**17, 4, 128

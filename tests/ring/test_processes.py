@@ -5,7 +5,7 @@ from functools import lru_cache
 import pytest
 
 import ringspan as rs
-from ringspan.processes import run_local_ranks
+from ringspan.runtime.launch import run_local_ranks
 from tests.rank_tasks import run_tasks
 from tests.ring import tasks
 

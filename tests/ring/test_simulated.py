@@ -10,7 +10,7 @@ from torch import Tensor
 
 import ringspan as rs
 from ringspan.oracle import dense_attention
-from ringspan.ring.registry import find
+from ringspan.ring.backend import find
 from tests.exactness import assert_equals_oracle, inputs
 from tests.strategies import held_heads, lengths, patterns, scales
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ringspan as rs
-from ringspan.measure import peak_growth
+from ringspan.runtime.device import peak_growth
 from ringspan.streaming import (
     CountedRows,
     HeldRows,

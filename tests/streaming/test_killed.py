@@ -12,7 +12,7 @@ import torch
 
 import ringspan as rs
 from ringspan.streaming import CountedRows, DigestedRows, HeldRows, Place, RowShape, create_numpy, open_numpy
-from ringspan.streaming.progress import read_lines
+from ringspan.streaming.job import read_lines
 
 SHAPE = RowShape(heads=2, kv_heads=1, dim=16)
 PATTERN = rs.Dilated((64, 4096), (1, 16))

@@ -2,7 +2,7 @@
 
 import torch
 
-from ringspan.streaming.memory import keep_rows_memory, rows_memory
+from ringspan.streaming.sources import keep_rows_memory, rows_memory
 
 SHAPE = (1, 2**16, 2, 32)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import ringspan as rs
 from ringspan.streaming import CountedRows, HeldRows, MadeRows, RowShape, Source, open_numpy, open_safetensors
-from ringspan.streaming.fingerprint import sampled_rows
+from ringspan.streaming.sources import sampled_rows
 
 SHAPE = RowShape(heads=4, kv_heads=2, dim=8)
 PATTERN = rs.Dilated((64, 4096), (1, 16))

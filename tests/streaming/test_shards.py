@@ -7,8 +7,8 @@ import torch
 
 import ringspan as rs
 from ringspan.planning import RingPlan
-from ringspan.streaming.pipeline import run_pipeline
-from ringspan.streaming.shards import ENOUGH_TO_OVERLAP, OVERHEAD_BYTES, fewest_shards, held_bytes
+from ringspan.streaming.job import ENOUGH_TO_OVERLAP, OVERHEAD_BYTES, fewest_shards, held_bytes
+from ringspan.streaming.transport import run_pipeline
 
 WORKSPACE = 2**20
 

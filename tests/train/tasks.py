@@ -12,8 +12,8 @@ import torch.distributed as dist
 import ringspan as rs
 from ringspan.models import LongNet, LongNetConfig
 from ringspan.nn.cross_entropy import Gradients
-from ringspan.train.loop import Trainer
-from ringspan.train.settings import TrainSettings
+from ringspan.train.config import TrainSettings
+from ringspan.train.trainer import Trainer
 
 CONFIG = LongNetConfig.named("nano", segment_lengths=(16, 128), dilation_rates=(1, 4))
 STOP = 2  # steps before a run is cut

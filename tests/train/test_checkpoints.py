@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from ringspan.processes import run_local_ranks
-from ringspan.train.checkpoints import Checkpoints
-from ringspan.train.loop import Trainer
-from ringspan.train.settings import TrainSettings
+from ringspan.runtime.launch import run_local_ranks
+from ringspan.train.checkpoint import Checkpoints
+from ringspan.train.config import TrainSettings
+from ringspan.train.trainer import Trainer
 from tests.train.tasks import settings_for
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ringspan.models import LongNet, LongNetConfig
-from ringspan.train.corpus import Corpus
+from ringspan.train.data import Corpus
 from ringspan.train.evaluate import _ends, bigram_bits_per_byte, score_branches, score_contexts
 
 

@@ -16,12 +16,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ringspan.train.endpoint import serve
-from ringspan.train.errors import RunError
-from ringspan.train.figures import Step
-from ringspan.train.heartbeats import Beat, last_written, read_beats, write_beat
+from ringspan.runtime.settings import RunError
 from ringspan.train.lock import LOCK, STALE, RunLock
-from ringspan.train.stragglers import Straggler, late_rank, stragglers
+from ringspan.train.metrics import Step
+from ringspan.train.prometheus import serve
+from ringspan.train.watchdog import Beat, Straggler, last_written, late_rank, read_beats, stragglers, write_beat
 
 HOLDER = """
 import sys, time
@@ -87,7 +86,7 @@ def test_a_released_lock_is_free_and_a_folder_that_cannot_be_written_is_refused(
 def test_a_worker_whose_launcher_died_before_it_looked_stops_at_once(tmp_path: Path) -> None:
     """Its parent is then whoever adopts orphans: here a shell, which is no launcher of Python processes."""
     worker = (
-        "import os, pathlib; from ringspan.train.guard import Guard; "
+        "import os, pathlib; from ringspan.train.watchdog import Guard; "
         "Guard(pathlib.Path('.'), 0, os.getppid()).__enter__()"
     )
     command = ["sh", "-c", f'"{sys.executable}" -c "{worker}"; echo "status $?"']

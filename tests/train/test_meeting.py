@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from ringspan.train.errors import RunError
-from ringspan.train.meeting import agree_on_name
+from ringspan.runtime.settings import RunError
+from ringspan.train.distributed import agree_on_name
 
 
 def starts(store: dist.Store, order: tuple[int, ...]) -> set[str]:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ringspan.train.figures import Step, hidden_share
-from ringspan.train.metrics import Metrics, read_metrics
+from ringspan.train.metrics import Metrics, Step, hidden_share, read_metrics
 
 
 def step(number: int, loss: float = 2.0) -> Step:

@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 
 from ringspan.models.config import LongNetConfig
-from ringspan.processes import run_local_ranks
-from ringspan.train.loop import Trainer
-from ringspan.train.needs import needs_of, reach_of
-from ringspan.train.presets import PRESETS
-from ringspan.train.settings import TrainSettings
+from ringspan.runtime.launch import run_local_ranks
+from ringspan.train.config import PRESETS, TrainSettings
+from ringspan.train.estimate import needs_of, reach_of
+from ringspan.train.trainer import Trainer
 from tests.train.tasks import settings_for
 
 CASES: dict[str, dict[str, Any]] = {

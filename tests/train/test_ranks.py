@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ringspan.processes import run_local_ranks
+from ringspan.runtime.launch import run_local_ranks
 from tests.train import tasks
 
 Found = dict[int, list[dict[str, Any]]]

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.fuzz_files import fuzz
-from ringspan.processes import run_local_ranks
-from ringspan.train.errors import RunError
-from ringspan.train.files import checksum
-from ringspan.train.loop import Trainer
-from ringspan.train.parts import MANIFEST, read_manifest, write_manifest
-from ringspan.train.settings import TrainSettings
+from ringspan.runtime.files import checksum
+from ringspan.runtime.launch import run_local_ranks
+from ringspan.runtime.settings import RunError
+from ringspan.train.checkpoint import MANIFEST, read_manifest, write_manifest
+from ringspan.train.config import TrainSettings
+from ringspan.train.trainer import Trainer
 from tests.train.tasks import settings_for
 
 ROUNDS = 60  # of six kinds; `python -m benchmarks.fuzz` has more

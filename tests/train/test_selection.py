@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ringspan.train.corpus import Corpus
-from ringspan.train.selection import RECORD, Selection
+from ringspan.train.data import RECORD, Corpus, Selection
 
 PICTURE = b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 8
 

@@ -8,12 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ringspan.evidence.flops import count_flops
 from ringspan.models import LongNet, LongNetConfig
-from ringspan.train.forecast import forecast, step_flops
-from ringspan.train.needs import needs_of
-from ringspan.train.presets import PRESETS
-from ringspan.train.settings import TrainSettings, choices_of
+from ringspan.tools.measure import count_flops
+from ringspan.train.config import PRESETS, TrainSettings, choices_of
+from ringspan.train.estimate import forecast, needs_of, step_flops
 
 SMALL = TrainSettings(model=LongNetConfig.named("nano"), tokens=8192)
 

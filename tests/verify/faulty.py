@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ringspan as rs
-from ringspan.evidence.peers import all_gather
 from ringspan.layout import Layout
 from ringspan.oracle import dense_attention
-from ringspan.ring.mail import Counters, Flight, Letters, Mail
+from ringspan.ring.transport import Counters, Flight, Letters, Mail
+from ringspan.tools.peers import all_gather
 
 TWELVE = (
     "averages",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ringspan.evidence.device import Accelerator, Cpu
-from ringspan.evidence.flops import count_flops
+from ringspan.runtime.device import Accelerator, Cpu
+from ringspan.tools.measure import count_flops
 
 
 class StandIn:

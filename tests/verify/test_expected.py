@@ -8,9 +8,9 @@ import torch
 from ringspan.geometry import Dilated, Full, Pattern
 from ringspan.layout import Layout, LayoutName
 from ringspan.oracle import dense_attention
-from ringspan.verify import expected as module
-from ringspan.verify.expected import Place, drawn_rows, expect, own_rows
-from ringspan.verify.settings import Case
+from ringspan.tools.verify import expected as module
+from ringspan.tools.verify.expected import Place, drawn_rows, expect, own_rows
+from ringspan.tools.verify.settings import Case
 
 
 @pytest.mark.parametrize("layout_name", ["contiguous", "zigzag"])

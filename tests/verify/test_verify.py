@@ -9,14 +9,22 @@ from typing import Any
 import pytest
 
 from ringspan.geometry import Dilated, Full
-from ringspan.verify.check import NOT_A_RING, NOT_PROVEN, REAL, Answers, ByRing, Check, Unsupported, sentence, status
-from ringspan.verify.examine import QUESTIONS, examine, judge, no_answers
-from ringspan.verify.expected import expect
-from ringspan.verify.report import make_page
-from ringspan.verify.settings import Settings, default_tokens, settings_for, shortened
-from ringspan.verify.speed import SpeedAnswer
-from ringspan.verify.subject import Subject
-from ringspan.verify.team import LocalTeam
+from ringspan.tools.verify.check import (
+    NOT_A_RING,
+    NOT_PROVEN,
+    REAL,
+    Answers,
+    ByRing,
+    Check,
+    Unsupported,
+    sentence,
+    status,
+)
+from ringspan.tools.verify.expected import expect
+from ringspan.tools.verify.report import make_page
+from ringspan.tools.verify.run import QUESTIONS, LocalTeam, examine, judge, no_answers
+from ringspan.tools.verify.settings import Settings, Subject, default_tokens, settings_for, shortened
+from ringspan.tools.verify.speed import SpeedAnswer
 from tests.verify.faulty import TWELVE
 
 # Memory is measured of these; it takes rings of 4 and 8.

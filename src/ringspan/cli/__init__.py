@@ -1,11 +1,11 @@
-"""The command line: `ringspan`, or `python -m ringspan`. Nothing here imports torch before a command needs it."""
+"""The command line: `ringspan`, or `python -m ringspan`. torch is imported by the command that needs it."""
 
 import os
 import signal
 import sys
 from types import FrameType
 
-from ringspan.extras import missing_package
+from ringspan.runtime.extras import missing_package
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""`ringspan bench`: how fast, how large, how long. Each trial in fresh processes, within a memory budget."""
+"""`ringspan bench hilbert`: the study of orders behind docs/hilbert.md."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from ringspan.cli.bench_hilbert import bench_hilbert
-from ringspan.cli.bench_values import read_bytes, read_layout, read_lengths
 from ringspan.cli.console import make_console
 from ringspan.cli.options import (
     PATTERN_HELP,
@@ -19,8 +17,11 @@ from ringspan.cli.options import (
     Dim,
     Heads,
     read_as,
+    read_bytes,
     read_counts,
     read_dtype,
+    read_layout,
+    read_lengths,
     read_pattern,
     warn_of_unselected,
     writing_to,
@@ -29,11 +30,66 @@ from ringspan.cli.options import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ringspan.bench.cases import Case
-    from ringspan.bench.ladder import Settings
-    from ringspan.bench.store import Store
-    from ringspan.bench.suites import Part
-    from ringspan.bench.trials import Trial
+    from ringspan.tools.bench.cases import Case
+    from ringspan.tools.bench.ladder import Settings, Store
+    from ringspan.tools.bench.suites import Part
+    from ringspan.tools.bench.trials import Trial
+    from ringspan.tools.pages import Page
+
+
+MARKER = "ringspan bench hilbert"
+
+
+def bench_hilbert(
+    progress: Console, out: Path | None, command: str, *, quick: bool, threads: int, as_json: bool
+) -> None:
+    """Measure, then write the tables: into docs/hilbert.md under ``out``, or, if quick, as a page of their own."""
+    import torch  # noqa: PLC0415
+
+    from ringspan.tools.bench.hilbert import QUICK, Scale, study  # noqa: PLC0415
+    from ringspan.tools.bench.hilbert_page import make_hilbert_page  # noqa: PLC0415
+    from ringspan.tools.measure import describe_machine  # noqa: PLC0415
+    from ringspan.tools.pages import print_page, write_page  # noqa: PLC0415
+
+    root = out or (Path("ringspan-report/quick") if quick else Path())
+    target = root / "docs/hilbert.md"
+    if not quick and not target.exists():
+        raise typer.BadParameter(
+            f"there is no {target}: run it in the project's folder, or with --quick", param_hint="hilbert"
+        )
+    raw = root / "benchmarks/results/hilbert.json"
+    with writing_to("--out", root):  # before anything is measured
+        raw.parent.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(threads)
+    found = study(QUICK if quick else Scale(), lambda text: progress.print(f"{text} ..", highlight=False))
+    page = make_hilbert_page(found, command)
+    if quick:
+        write_page(page, root, "hilbert")
+        target = root / "hilbert.md"
+    else:
+        _write_into(target, page)
+    document = {"command": command, "machine": describe_machine(), **found.as_json()}
+    raw.write_text(json.dumps(document, indent=1) + "\n")
+    if as_json:
+        typer.echo(json.dumps(document))
+        return
+    console = make_console()
+    print_page(page, console)
+    console.print(page.sentence, highlight=False, soft_wrap=True)
+    console.print(f"Written: {target}, {raw}", highlight=False, soft_wrap=True)
+
+
+def _write_into(target: Path, page: Page) -> None:
+    """Between the markers of docs/hilbert.md: what stands around them is written by hand."""
+    from ringspan.tools.pages import Picture, markdown, write_into  # noqa: PLC0415
+
+    (target.parent / "figures").mkdir(exist_ok=True)
+    for part in page.parts:
+        if isinstance(part, Picture):
+            part.figure.savefig(target.parent / "figures" / f"{part.name}.png", dpi=130)
+    lines = markdown(page, "figures").replace("\n## ", "\n### ").splitlines()
+    write_into(target, MARKER, ["", f"## {page.title}", *lines[1:], ""])
+
 
 _SHARE_OF_FREE_MEMORY = 0.8
 _STUDIES = ("hilbert",)
@@ -145,11 +201,11 @@ def bench(
     `ringspan bench hilbert --quick`
     """
 
-    from ringspan.bench.implementations import PEER_NAMES, make_cases  # noqa: PLC0415
-    from ringspan.bench.ladder import Settings  # noqa: PLC0415
-    from ringspan.bench.suites import Part  # noqa: PLC0415
-    from ringspan.bench.trials import Limits  # noqa: PLC0415
     from ringspan.geometry import Full  # noqa: PLC0415
+    from ringspan.tools.bench.cases import PEER_NAMES, make_cases  # noqa: PLC0415
+    from ringspan.tools.bench.ladder import Settings  # noqa: PLC0415
+    from ringspan.tools.bench.suites import Part  # noqa: PLC0415
+    from ringspan.tools.bench.trials import Limits  # noqa: PLC0415
 
     progress = make_console(stderr=True)
     if study:
@@ -189,10 +245,10 @@ def _measure(
     progress: Console, cases: Sequence[Case], settings: Settings, out: Path, keep: Keep, *, as_json: bool
 ) -> None:
 
-    from ringspan.bench import report  # noqa: PLC0415
-    from ringspan.bench.summaries import summarize  # noqa: PLC0415
-    from ringspan.bench.tables import idle_rings, terminal_tables  # noqa: PLC0415
-    from ringspan.evidence.pages import rich_table  # noqa: PLC0415
+    from ringspan.tools.bench import report  # noqa: PLC0415
+    from ringspan.tools.bench.summaries import summarize  # noqa: PLC0415
+    from ringspan.tools.bench.tables import idle_rings, terminal_tables  # noqa: PLC0415
+    from ringspan.tools.pages import rich_table  # noqa: PLC0415
 
     command = _command_line()
     store = _open_store(out, "bench.jsonl", settings.threads, keep)
@@ -226,7 +282,7 @@ def _run_suite(
     as_json: bool,
 ) -> None:
 
-    from ringspan.bench import report, results_page, suites  # noqa: PLC0415
+    from ringspan.tools.bench import report, results_page, suites  # noqa: PLC0415
 
     scale = suites.QUICK_SCALE if quick else suites.FULL_SCALE
     root = out or (Path("ringspan-report/quick") if quick else Path())
@@ -255,7 +311,7 @@ def _run(progress: Console, cases: Sequence[Case], settings: Settings, store: St
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: PLC0415
     from rich.table import Column  # noqa: PLC0415
 
-    from ringspan.bench.ladder import run_cases  # noqa: PLC0415
+    from ringspan.tools.bench.ladder import run_cases  # noqa: PLC0415
 
     what = TextColumn(
         "{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")
@@ -287,7 +343,7 @@ def _run(progress: Console, cases: Sequence[Case], settings: Settings, store: St
 
 
 def _open_store(folder: Path, name: str, threads: int, keep: Keep) -> Store:
-    from ringspan.bench.store import Store  # noqa: PLC0415
+    from ringspan.tools.bench.ladder import Store  # noqa: PLC0415
 
     with writing_to("--out", folder):
         return Store(folder / name, threads, fresh=keep.fresh, repeat_disturbed=keep.repeat_disturbed)
@@ -307,9 +363,9 @@ def _say_what_is_there(progress: Console, store: Store) -> None:
 def _show_cases(parts: Sequence[Part], as_json: bool) -> None:
     """What would be run, with the memory that each case is planned to need, if that can be known before."""
 
-    from ringspan.bench.forecast import foretell  # noqa: PLC0415
-    from ringspan.bench.tables import forecast_table  # noqa: PLC0415
-    from ringspan.evidence.pages import rich_table  # noqa: PLC0415
+    from ringspan.tools.bench.ladder import foretell  # noqa: PLC0415
+    from ringspan.tools.bench.tables import forecast_table  # noqa: PLC0415
+    from ringspan.tools.pages import rich_table  # noqa: PLC0415
 
     found = {part.name: [foretell(case, part.settings.limits) for case in part.cases] for part in parts}
     if as_json:
@@ -321,7 +377,7 @@ def _show_cases(parts: Sequence[Part], as_json: bool) -> None:
 
 def _exit(progress: Console, trials: Sequence[Trial]) -> None:
     """Status 0 if something was measured and ringspan never crashed; running out of memory or time is a result."""
-    from ringspan.bench.report import ringspan_crashed  # noqa: PLC0415
+    from ringspan.tools.bench.report import ringspan_crashed  # noqa: PLC0415
 
     crashed = ringspan_crashed(trials)
     for trial in crashed:
@@ -331,7 +387,7 @@ def _exit(progress: Console, trials: Sequence[Trial]) -> None:
 
 
 def _check_suite(context: typer.Context, suite: str) -> None:
-    from ringspan.bench.suites import SUITES  # noqa: PLC0415
+    from ringspan.tools.bench.suites import SUITES  # noqa: PLC0415
 
     if suite not in SUITES:
         if not suite:

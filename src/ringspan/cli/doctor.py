@@ -13,9 +13,8 @@ from ringspan.cli.console import make_console
 from ringspan.cli.options import AsJson
 
 if TYPE_CHECKING:
-    from ringspan.evidence.health import Health
-    from ringspan.evidence.pages import Table
-    from ringspan.evidence.selftest import SelfTest
+    from ringspan.tools.doctor import Health, SelfTest
+    from ringspan.tools.pages import Table
 
 
 def doctor(as_json: AsJson = False) -> None:
@@ -31,11 +30,11 @@ def doctor(as_json: AsJson = False) -> None:
     `ringspan doctor --json`
     """
 
-    from ringspan.evidence.pages import rich_table  # noqa: PLC0415
+    from ringspan.tools.pages import rich_table  # noqa: PLC0415
 
     progress = make_console(stderr=True)
     with progress.status("looking around, and trying attention on every device and dtype ..."):
-        from ringspan.evidence.health import examine_machine  # noqa: PLC0415
+        from ringspan.tools.doctor import examine_machine  # noqa: PLC0415
 
         health = examine_machine()
 
@@ -65,7 +64,7 @@ def _as_document(health: Health) -> dict[str, Any]:
 
 
 def _tables(health: Health) -> list[Table]:
-    from ringspan.evidence.pages import Table  # noqa: PLC0415
+    from ringspan.tools.pages import Table  # noqa: PLC0415
 
     devices = [["device", "what it is", "for training", "because"]]
     devices += [[d.name, d.description, d.suggested_dtype, d.reason] for d in health.devices]

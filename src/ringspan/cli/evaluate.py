@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ringspan.cli.console import make_console
-from ringspan.cli.options import AsJson, read_as, read_counts
-from ringspan.cli.trained import Step, run_settings, trained_model
-from ringspan.train.errors import RunError
-from ringspan.train.settings import TrainSettings
+from ringspan.cli.options import AsJson, Step, read_as, read_counts, run_settings, trained_model
+from ringspan.runtime.settings import RunError
+from ringspan.train.config import TrainSettings
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from ringspan.models import LongNet
-    from ringspan.train.corpus import Corpus
+    from ringspan.train.data import Corpus
     from ringspan.train.evaluate import Score
 
 
@@ -64,15 +63,17 @@ def evaluate(
 
     `ringspan evaluate runs/books --step 500`
     """
-    from ringspan.evidence.device import this_ranks_device  # noqa: PLC0415
-    from ringspan.train.corpus import Corpus  # noqa: PLC0415
+    from ringspan.runtime.device import this_ranks_device  # noqa: PLC0415
+    from ringspan.train.data import (  # noqa: PLC0415
+        Corpus,
+        Selection,
+    )
     from ringspan.train.evaluate import (  # noqa: PLC0415
         bigram_bits_per_byte,
         cut_patterns,
         default_contexts,
         places,
     )
-    from ringspan.train.selection import Selection  # noqa: PLC0415
 
     console = make_console(stderr=as_json)
     try:

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ringspan.cli.console import make_console
-from ringspan.cli.options import AsJson, read_as, read_count
-from ringspan.cli.trained import Step, trained_model
-from ringspan.train.errors import RunError
-from ringspan.train.settings import TrainSettings
+from ringspan.cli.options import AsJson, Step, read_as, read_count, trained_model
+from ringspan.runtime.settings import RunError
+from ringspan.train.config import TrainSettings
 
 if TYPE_CHECKING:
     import ringspan as rs
@@ -126,7 +125,7 @@ def _ring_of(run: Path) -> rs.Ring | None:
     """All ranks that torchrun started, as one ring; None in a process of its own."""
     if not _under_torchrun():
         return None
-    from ringspan.train.mesh import assemble  # noqa: PLC0415
+    from ringspan.train.distributed import assemble  # noqa: PLC0415
 
     stored = run / "settings.json"
     settings = TrainSettings.read(stored) if stored.is_file() else TrainSettings()
@@ -134,8 +133,8 @@ def _ring_of(run: Path) -> rs.Ring | None:
 
 
 def _decoder(run: Path, step: int, ring: rs.Ring | None, sharded: bool) -> Decoder:
-    from ringspan.evidence.device import this_ranks_device  # noqa: PLC0415
     from ringspan.models import Decoder, LongNet  # noqa: PLC0415
+    from ringspan.runtime.device import this_ranks_device  # noqa: PLC0415
 
     if sharded and ring is None:
         raise ValueError("--cache sharded: needs ranks to share it; start with torchrun --nproc-per-node=N -m ringspan")

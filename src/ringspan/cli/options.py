@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias, TypeVar, get_type_hints
 
 import typer
 
 from ringspan.geometry import Dilated, Full, Pattern, unselected_warning
+from ringspan.layout import check_layout_name
+from ringspan.train.config import TrainSettings, choices_of
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from ringspan.layout import LayoutName
+    from ringspan.models import LongNet
+
 
 Value = TypeVar("Value")
 SPANNING: Final = "spanning"
@@ -110,3 +118,138 @@ def writing_to(option: str, place: Path) -> Iterator[None]:
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable result on stdout, and nothing else there.")]
 Heads = Annotated[int, typer.Option(help="Query heads.", min=1)]
 Dim = Annotated[int, typer.Option(help="Numbers in a head.", min=1)]
+
+
+def flags_of(shown: Any, source: str, topic: str = "") -> list[inspect.Parameter]:
+    """A flag for each described field of a dataclass; not given, it is None, and the preset's value holds.
+
+    Help shows the values of ``shown``, which are those of the preset ``source``.
+    """
+    settings = type(shown)
+    hints = get_type_hints(settings)
+    return [
+        inspect.Parameter(
+            entry.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[
+                _kind(settings, entry.name, hints[entry.name]),
+                typer.Option(
+                    help=entry.metadata["help"],
+                    rich_help_panel=entry.metadata["topic"] or topic,
+                    show_default=f"{source}: {_text(getattr(shown, entry.name))}",
+                    **_reading(entry.name, hints[entry.name]),
+                ),
+            ],
+        )
+        for entry in dataclasses.fields(settings)
+        if "help" in entry.metadata
+    ]
+
+
+def with_flags(command: Callable[..., None], flags: list[inspect.Parameter]) -> Callable[..., None]:
+    """A command whose ``**given`` is spelled out as flags."""
+    own = inspect.signature(command, eval_str=True)
+    kept = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    kept = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in kept]
+    command.__signature__ = own.replace(parameters=[*kept, *flags])  # type: ignore[attr-defined]
+    return command
+
+
+def _kind(settings: type, name: str, kind: Any) -> Any:
+    """The type of a flag: one of those that the command line reads by itself, or text."""
+    return kind if kind in (int, float, bool) or choices_of(settings, name) else str
+
+
+def _reading(name: str, kind: Any) -> dict[str, Any]:
+    """How a flag's text becomes a value, where its type does not say."""
+    if kind is int and name == "tokens":
+        return {"parser": read_count, "metavar": "COUNT"}
+    if kind == tuple[int, ...]:
+        return {"parser": _read_tuple, "metavar": "COUNTS"}
+    return {}
+
+
+def _text(value: Any) -> str:
+    """A value as its flag takes it."""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value)) or "none"
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+
+
+def _read_tuple(text: str) -> tuple[int, ...]:
+    return () if text == "none" else tuple(read_counts(text))
+
+
+def read_lengths(text: str) -> list[int]:
+    """Lengths with commas between them; FIRST..LAST doubles.
+
+    >>> read_lengths("4k..16k"), read_lengths("1000,2k")
+    ([4096, 8192, 16384], [1000, 2048])
+    """
+    lengths: set[int] = set()
+    for word in text.split(","):
+        first, dots, last = word.partition("..")
+        n = read_count(first)
+        end = read_count(last) if dots else n
+        if n > end:
+            raise typer.BadParameter(f"{word!r}: the first length must not be longer than the last")
+        while n <= end:
+            lengths.add(n)
+            n *= 2
+    return sorted(lengths)
+
+
+def read_bytes(text: str) -> int:
+    """Bytes, with or without a unit; all units are powers of two.
+
+    >>> read_bytes("8GiB"), read_bytes("512M"), read_bytes("1.5 gib")
+    (8589934592, 536870912, 1610612736)
+    """
+    try:
+        return read_count(text.lower().replace(" ", "").removesuffix("b").removesuffix("i"))
+    except typer.BadParameter:
+        raise typer.BadParameter(f"{text!r}: must be a number of bytes, such as 8GiB or 512MiB") from None
+
+
+def read_layout(text: str) -> LayoutName | None:
+    """The name of a layout, or None for ``best``: the better one for each case."""
+    if text == "best":
+        return None
+    try:
+        check_layout_name(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{error}, or 'best'") from error
+    return text  # type: ignore[return-value]
+
+
+Step: TypeAlias = Annotated[
+    int, typer.Option(help="Take the weights after so many steps, from a checkpoint; 0 is the model at the end.")
+]
+
+
+def run_settings(run: Path) -> TrainSettings:
+    """The settings that a run wrote into its folder."""
+    path = run / "settings.json"
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; give the folder of a run of `ringspan train`, its --out")
+    return TrainSettings.read(path)
+
+
+def trained_model(run: Path, step: int) -> LongNet:
+    """The model in a run's folder, after ``step`` steps if not 0; refuses a model that the run has left behind."""
+    from ringspan.models import LongNet  # noqa: PLC0415
+    from ringspan.train.checkpoint import STEPS, Checkpoints  # noqa: PLC0415
+
+    settings = run_settings(run)
+    checkpoints = Checkpoints(run / "checkpoints", settings.keep)
+    if not step:
+        steps, written = checkpoints.steps(), run / "model" / STEPS
+        if steps and not written.is_file():
+            raise ValueError(f"{run} has not written its model yet: say --step {steps[-1]}, its last checkpoint")
+        if steps and written.read_text().strip() != str(steps[-1]):
+            raise ValueError(f"{run} went on after its model was written: say --step {steps[-1]}, its last checkpoint")
+        return LongNet.from_pretrained(run / "model")
+    model = LongNet(settings.model)
+    checkpoints.load_weights(step, model)
+    return model

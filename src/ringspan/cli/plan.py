@@ -22,17 +22,17 @@ from ringspan.cli.options import (
     warn_of_unselected,
     writing_to,
 )
-from ringspan.extras import missing_package
 from ringspan.geometry import Dilated
 from ringspan.layout import LayoutName, check_layout_name
+from ringspan.runtime.extras import missing_package
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ringspan.evidence.pages import Table
-    from ringspan.evidence.rates import KnownRates
     from ringspan.planning import Passing, RingPlan
     from ringspan.planning.breakeven import BreakEven
+    from ringspan.tools.pages import Table
+    from ringspan.tools.rates import KnownRates
 
 
 def plan(
@@ -84,9 +84,9 @@ def plan(
     `ringspan plan --ranks 4 --draw pictures`
     """
 
-    from ringspan.evidence import plan_tables  # noqa: PLC0415
-    from ringspan.evidence.plan_prices import make_plans, price_layout  # noqa: PLC0415
     from ringspan.planning.breakeven import advise_layout  # noqa: PLC0415
+    from ringspan.tools import plan_report  # noqa: PLC0415
+    from ringspan.tools.plan_report import make_plans, price_layout  # noqa: PLC0415
 
     ring_size, length = read_as("--ranks", read_count, ranks), read_as("--tokens", read_count, tokens)
     planned = read_as("--pattern", read_pattern_at(length), pattern)
@@ -132,16 +132,16 @@ def plan(
     if as_json:
         paths, warnings = list(map(str, pictures)), [warning] if warning else []
         used = known if advice or answers else None
-        typer.echo(json.dumps(plan_tables.as_document(dtype, prices, advice, used, answers, paths, warnings)))
+        typer.echo(json.dumps(plan_report.as_document(dtype, prices, advice, used, answers, paths, warnings)))
         return
-    tables = [plan_tables.side_by_side(prices)]
-    tables += [plan_tables.rank_table(price) for price in prices.values()] if rank is None else []
+    tables = [plan_report.side_by_side(prices)]
+    tables += [plan_report.rank_table(price) for price in prices.values()] if rank is None else []
     sentences = [f"Layout: {advice}."] if advice else []
-    sentences += [plan_tables.break_even_sentence(plans[name], *answer) for name, answer in answers.items()]
+    sentences += [plan_report.break_even_sentence(plans[name], *answer) for name, answer in answers.items()]
     sentences += [f"Rates: {known}."] if sentences else []
     sentences += [f"Picture: {path}" for path in pictures]
-    headline = plan_tables.headline(next(iter(plans.values())), dtype)
-    _print_page(headline, plan_tables.reach_sentences(prices), tables, sentences)
+    headline = plan_report.headline(next(iter(plans.values())), dtype)
+    _print_page(headline, plan_report.reach_sentences(prices), tables, sentences)
 
 
 def _print_page(headline: str, reach: Sequence[str], tables: Sequence[Table], sentences: Sequence[str]) -> None:
@@ -172,7 +172,7 @@ def _layouts(name: str) -> tuple[LayoutName, ...]:
 def _rates(
     flops: float | None, bandwidth: float | None, latency: float | None, dtype: str, dim: int, measure: bool
 ) -> KnownRates:
-    from ringspan.evidence.rates import find_rates  # noqa: PLC0415
+    from ringspan.tools.rates import find_rates  # noqa: PLC0415
 
     try:
         return find_rates(flops, bandwidth, latency, dtype=dtype, dim=dim, measure=measure)
@@ -203,7 +203,7 @@ def _draw(plans: dict[LayoutName, RingPlan], folder: Path) -> list[Path]:
 
 
 def _print_table(console: Console, table: Table) -> None:
-    from ringspan.evidence.pages import rich_table  # noqa: PLC0415
+    from ringspan.tools.pages import rich_table  # noqa: PLC0415
 
     shown = rich_table(table)
     shown.box = None  # so that ten columns fit a terminal of 80

@@ -24,10 +24,9 @@ from ringspan.cli.options import (
 from ringspan.layout import LayoutName, check_layout_name
 
 if TYPE_CHECKING:
-    from ringspan.evidence.pages import Table
     from ringspan.planning import Passing, RingPlan
-    from ringspan.rehearse.network import Network
-    from ringspan.rehearse.ring import RehearsedRing
+    from ringspan.tools.pages import Table
+    from ringspan.tools.rehearse import Network, RehearsedRing
 
 
 def rehearse(
@@ -71,9 +70,12 @@ def rehearse(
 
     import torch  # noqa: PLC0415
 
-    from ringspan.evidence.pages import rich_table  # noqa: PLC0415
-    from ringspan.rehearse.network import Network  # noqa: PLC0415
-    from ringspan.rehearse.ring import ranks_worth_rehearsing, rehearse_ring  # noqa: PLC0415
+    from ringspan.tools.pages import rich_table  # noqa: PLC0415
+    from ringspan.tools.rehearse import (  # noqa: PLC0415
+        Network,
+        ranks_worth_rehearsing,
+        rehearse_ring,
+    )
 
     ring_size = read_as("--ranks", read_count, ranks)
     if rank is not None and rank >= ring_size:
@@ -120,7 +122,7 @@ def rehearse(
 
 
 def _plan(pattern: Any, tokens: int, ring_size: int, layout: str, **options: Any) -> RingPlan:
-    from ringspan.evidence.plan_prices import make_plans  # noqa: PLC0415
+    from ringspan.tools.plan_report import make_plans  # noqa: PLC0415
 
     check_layout_name(layout)
     name = cast(LayoutName, layout)
@@ -151,8 +153,8 @@ def _check_memory(plan: RingPlan, ranks: dict[str, int], backward: bool) -> None
 
 
 def _table(plan: RingPlan, dtype: str, ring: RehearsedRing) -> Table:
-    from ringspan.evidence.pages import Table  # noqa: PLC0415
-    from ringspan.evidence.plan_tables import headline  # noqa: PLC0415
+    from ringspan.tools.pages import Table  # noqa: PLC0415
+    from ringspan.tools.plan_report import headline  # noqa: PLC0415
 
     lines = [["rank", "rows", "tiles", "hops", "worked, s", "waits, s", "sent, MiB", "parcels, MiB", "grew by, MiB"]]
     for reason, rank in ring.ranks.items():
@@ -198,7 +200,7 @@ def _sentences(plan: RingPlan, network: Network, ring: RehearsedRing) -> list[st
 
 def _document(plan: RingPlan, network: Network, dtype: str, ring: RehearsedRing) -> dict[str, Any]:
     """Everything as one JSON document, each figure under what it is: measured, counted, computed or extrapolated."""
-    from ringspan.evidence.plan_tables import pattern_text  # noqa: PLC0415
+    from ringspan.tools.plan_report import pattern_text  # noqa: PLC0415
 
     return {
         "pattern": pattern_text(plan.pattern),

@@ -16,9 +16,9 @@ from ringspan.cli.options import AsJson, Dim, Heads, read_as, read_count, read_d
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ringspan.evidence.pages import Table
-    from ringspan.proof.demonstration import Demonstration, Settings
-    from ringspan.proof.prove import Finding, Proof
+    from ringspan.tools.demonstration import Demonstration, Settings
+    from ringspan.tools.pages import Table
+    from ringspan.tools.spot_check import Finding, Proof
 
 
 def stream(
@@ -91,7 +91,7 @@ def _settings(
     anywhere: int,
     each: int,
 ) -> Settings:
-    from ringspan.proof.demonstration import Settings, whole_sequence_pattern  # noqa: PLC0415
+    from ringspan.tools.demonstration import Settings, whole_sequence_pattern  # noqa: PLC0415
 
     length = read_as("--tokens", read_count, tokens)
     return Settings(
@@ -113,8 +113,8 @@ def _run(settings: Settings, out: Path, console: Console) -> Demonstration:
     """The run and its proof, with a bar for each."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415
 
-    from ringspan.proof.demonstration import demonstrate  # noqa: PLC0415
     from ringspan.streaming import ShardDone  # noqa: PLC0415
+    from ringspan.tools.demonstration import demonstrate  # noqa: PLC0415
 
     columns = (
         TextColumn("{task.description}"),
@@ -137,8 +137,8 @@ def _run(settings: Settings, out: Path, console: Console) -> Demonstration:
 
 
 def _say(console: Console, found: Demonstration, out: Path) -> None:
-    from ringspan.evidence.pages import rich_table  # noqa: PLC0415
-    from ringspan.evidence.plan_tables import pattern_text  # noqa: PLC0415
+    from ringspan.tools.pages import rich_table  # noqa: PLC0415
+    from ringspan.tools.plan_report import pattern_text  # noqa: PLC0415
 
     settings, proof = found.settings, found.proof
     lines = [
@@ -159,7 +159,7 @@ def _say(console: Console, found: Demonstration, out: Path) -> None:
 
 def proof_table(proof: Proof) -> Table:
     """The strata of a proof: one line each, but all hops in one."""
-    from ringspan.evidence.pages import Table  # noqa: PLC0415
+    from ringspan.tools.pages import Table  # noqa: PLC0415
 
     hops = [finding for finding in proof.findings if re.fullmatch(r"hop \d+", finding.name)]
     others = [finding for finding in proof.findings if finding not in hops]

@@ -1,4 +1,4 @@
-"""`ringspan train`: a LongNet on the bytes of any files, alone or under torchrun."""
+"""How a training run is shown while it goes on: a bar, a line for each step, and whoever keeps the others waiting."""
 
 from __future__ import annotations
 
@@ -8,26 +8,69 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ringspan.cli.console import make_console
-from ringspan.cli.flags import flags_of, with_flags
-from ringspan.cli.options import AsJson
-from ringspan.extras import missing_package
+from ringspan.cli.options import AsJson, flags_of, with_flags
 from ringspan.models.config import NAMED, LongNetConfig
-from ringspan.train.errors import RunError
-from ringspan.train.guard import Guard
-from ringspan.train.interrupts import interrupts_to
-from ringspan.train.presets import PRESETS
-from ringspan.train.settings import TrainSettings
+from ringspan.runtime.extras import missing_package
+from ringspan.runtime.settings import RunError
+from ringspan.train.config import PRESETS, TrainSettings
+from ringspan.train.metrics import Metrics
+from ringspan.train.trainer import interrupts_to
+from ringspan.train.watchdog import Guard
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ringspan.cli.train_display import Display
-    from ringspan.train.loop import Trainer
+    from ringspan.train.metrics import Step
+    from ringspan.train.trainer import Trainer
+    from ringspan.train.watchdog import Beat, Straggler
+
+
+class Display:
+    """Steps and heartbeats, to the terminal and to ``metrics.jsonl``; keeps the last of each for whoever asks."""
+
+    def __init__(self, trainer: Trainer, console: Console) -> None:
+        self.console = console
+        self.last: Step | None = None
+        self.beats: list[Beat] = []
+        self.late: list[Straggler] = []
+        self._metrics = Metrics(Path(trainer.settings.out), trainer.crew.is_speaker)
+        columns = (TextColumn("step {task.completed:.0f}/{task.total:.0f}"), BarColumn(20), TimeRemainingColumn())
+        self._bar = Progress(*columns, TextColumn("{task.fields[figures]}", markup=False), console=console)
+        self._task = self._bar.add_task("", total=trainer.settings.steps, completed=trainer.next_step, figures="")
+
+    def __enter__(self) -> Display:
+        self._metrics.__enter__()
+        self._bar.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._bar.__exit__(kind, error, at)
+        self._metrics.__exit__(kind, error, at)
+
+    def show_step(self, step: Step) -> None:
+        self.last = step
+        self._metrics.write(step)
+        self._bar.update(self._task, completed=step.number + 1, figures=str(step))
+        if not self.console.is_terminal:
+            self.console.print(f"step {step.number + 1}: {step}", highlight=False, soft_wrap=True)
+
+    def show_beats(self, beats: list[Beat], late: list[Straggler]) -> None:
+        """Called by the guard's thread at every beat; a straggler is written down when it begins to be one."""
+        known = {found.rank for found in self.late}
+        self.beats, self.late = beats, late
+        for found in late:
+            self._bar.update(self._task, figures=f"waiting for {found}")
+            if found.rank not in known:
+                self._metrics.write_straggler(found)
+                self.console.print(f"waiting for {found}", style="yellow", highlight=False, soft_wrap=True)
 
 
 def train(
@@ -110,9 +153,12 @@ def _check_restarts(resume: str) -> None:
 def _say_needs(settings: TrainSettings, ranks: int, as_json: bool) -> None:
     from rich.table import Table  # noqa: PLC0415
 
-    from ringspan.evidence.plan_tables import pattern_text  # noqa: PLC0415
-    from ringspan.train.forecast import forecast  # noqa: PLC0415
-    from ringspan.train.needs import needs_of, reach_of  # noqa: PLC0415
+    from ringspan.tools.plan_report import pattern_text  # noqa: PLC0415
+    from ringspan.train.estimate import (  # noqa: PLC0415
+        forecast,
+        needs_of,
+        reach_of,
+    )
 
     if int(os.environ.get("RANK", "0")):
         return
@@ -161,8 +207,6 @@ def _duration(seconds: float) -> str:
 
 def _train(settings: TrainSettings, resume: bool, guard: Guard, endpoint: tuple[str, int], as_json: bool) -> None:
 
-    from ringspan.cli.train_display import Display  # noqa: PLC0415
-
     trainer = _start(settings, resume)
     folder = Path(settings.out)
     console = make_console(stderr=as_json, quiet=not trainer.crew.is_speaker)
@@ -199,7 +243,7 @@ def _run(trainer: Trainer, display: Display, console: Console) -> None:
 
 
 def _start(settings: TrainSettings, resume: bool) -> Trainer:
-    from ringspan.train.loop import Trainer  # noqa: PLC0415
+    from ringspan.train.trainer import Trainer  # noqa: PLC0415
 
     try:
         return Trainer.resumed(settings) if resume else Trainer(settings)
@@ -214,7 +258,7 @@ def _served(display: Display, address: str, port: int, console: Console) -> Iter
         yield
         return
     try:
-        from ringspan.train.endpoint import serve  # noqa: PLC0415
+        from ringspan.train.prometheus import serve  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise RunError(missing_package("--metrics-port", error.name, "train")) from None
     with serve(display, address, port):
@@ -223,7 +267,7 @@ def _served(display: Display, address: str, port: int, console: Console) -> Iter
 
 
 def _say_start(console: Console, trainer: Trainer) -> None:
-    from ringspan.train.needs import reach_of  # noqa: PLC0415
+    from ringspan.train.estimate import reach_of  # noqa: PLC0415
 
     settings, crew = trainer.settings, trainer.crew
     if trainer.next_step:

@@ -13,8 +13,7 @@ from ringspan.cli.console import make_console
 from ringspan.cli.options import AsJson, read_as, read_count, read_counts, read_dtype, read_pattern
 
 if TYPE_CHECKING:
-    from ringspan.verify.settings import Settings
-    from ringspan.verify.subject import Subject
+    from ringspan.tools.verify.settings import Settings, Subject
 
 
 def verify(
@@ -53,16 +52,21 @@ def verify(
 
     `ringspan verify --ranks 1,2,4,8 --pattern full`
 
-    `ringspan verify --attention ringspan.evidence.peers:ring_attention_pytorch`
+    `ringspan verify --attention ringspan.tools.peers:ring_attention_pytorch`
 
     `torchrun --nproc-per-node=8 -m ringspan verify`
     """
 
-    from ringspan.evidence.pages import print_page, split_at_markers, write_into, write_page  # noqa: PLC0415
-    from ringspan.verify import report  # noqa: PLC0415
-    from ringspan.verify.check import NOT_A_RING, REAL, ByRing, status  # noqa: PLC0415
-    from ringspan.verify.examine import QUESTIONS, examine, judge, no_answers  # noqa: PLC0415
-    from ringspan.verify.team import find_team  # noqa: PLC0415
+    from ringspan.tools.pages import print_page, split_at_markers, write_into, write_page  # noqa: PLC0415
+    from ringspan.tools.verify import report  # noqa: PLC0415
+    from ringspan.tools.verify.check import NOT_A_RING, REAL, ByRing, status  # noqa: PLC0415
+    from ringspan.tools.verify.run import (  # noqa: PLC0415
+        QUESTIONS,
+        examine,
+        find_team,
+        judge,
+        no_answers,
+    )
 
     subject = _subject(attention, pattern, layout)
     wanted = read_as("--ranks", read_counts, ranks)
@@ -110,7 +114,7 @@ def verify(
 
 def _subject(attention: str, pattern: str, layout: str) -> Subject:
     from ringspan.layout import check_layout_name  # noqa: PLC0415
-    from ringspan.verify.subject import Subject  # noqa: PLC0415
+    from ringspan.tools.verify.settings import Subject  # noqa: PLC0415
 
     try:
         if attention:
@@ -122,7 +126,7 @@ def _subject(attention: str, pattern: str, layout: str) -> Subject:
 
 
 def _settings(subject: Subject, sizes: list[int], tokens: str, dtype: str) -> Settings:
-    from ringspan.verify.settings import default_tokens, settings_for  # noqa: PLC0415
+    from ringspan.tools.verify.settings import default_tokens, settings_for  # noqa: PLC0415
 
     exact_dtype = read_as("--dtype", read_dtype, dtype or ("float64" if subject.is_ringspan else "float32"))
     length = read_as("--tokens", read_count, tokens) if tokens else default_tokens(subject.pattern)

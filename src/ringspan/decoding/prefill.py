@@ -15,16 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringspan.api import attention
-from ringspan.decoding.cache import Cache, Lockstep
-from ringspan.decoding.fit import check_cache, check_sequences
+from ringspan.decoding.cache import Cache, Lockstep, check_cache, check_sequences
 from ringspan.decoding.step import Result
 from ringspan.engine import with_dense_rows
 from ringspan.geometry import Documents, Lane, group_heads
 from ringspan.layout import Layout
-from ringspan.operands import autocast, check_operands, check_tensors
 from ringspan.ring import Ring, RingError, SimulatedRing
-from ringspan.ring.notes import digest, fingerprint
-from ringspan.travel import parcel_rows
+from ringspan.ring.agreement import digest, fingerprint
+from ringspan.schedule import parcel_rows
+from ringspan.validation import autocast, check_operands, check_tensors
 from ringspan.views import comb_view
 
 

@@ -1,9 +1,4 @@
-"""`attention_step`: attention of the next token, or of the next few, over what a cache has kept.
-
-One token: in each branch, the KV heads that select its row keep it, and ask all rows that they have: one kernel call a
-branch, with the query heads of a group as its rows. A block of tokens: what they see among themselves is `attention`
-under the pattern moved to their place; the rows that were kept before are tiles like any other, and merge as they do.
-"""
+"""Decoding with the rows of a cache sharded over a ring: each rank attends its rows, and the results become one."""
 
 from __future__ import annotations
 
@@ -11,19 +6,38 @@ from dataclasses import replace
 from typing import Literal, overload
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ringspan.api import attention
-from ringspan.decoding.cache import Cache, Lockstep
-from ringspan.decoding.fit import check_cache, check_sequences
-from ringspan.decoding.shards import merge_over_ring
+from ringspan.decoding.cache import Cache, Lockstep, check_cache, check_sequences
 from ringspan.engine import forward_tile_, with_dense_rows
 from ringspan.geometry import Documents, Full, Lane, Pattern, group_heads
 from ringspan.kernels import Kernel, accumulation_dtype
-from ringspan.operands import autocast, check_operands, check_tensors, kernel_for, scale_for, without_autocast
 from ringspan.planning import Tile
-from ringspan.ring import Counters
+from ringspan.ring import Counters, Ring, RingError
 from ringspan.softmax import merge_
+from ringspan.validation import autocast, check_operands, check_tensors, kernel_for, scale_for, without_autocast
+
+
+def merge_over_ring(out: Tensor, lse: Tensor, ring: Ring) -> None:
+    """Merge what every rank found in its rows into ``out`` (batch, rows, heads, dim) and ``lse`` (batch, heads, rows).
+
+    One exchange of a few rows. All ranks merge in the order of ranks, so that all have the same result, bit for bit.
+    """
+    mine = torch.cat((out, lse.transpose(1, 2).unsqueeze(-1)), dim=-1)
+    every = [torch.empty_like(mine) for _ in range(ring.size)]
+    try:
+        dist.all_gather(every, mine, group=ring.group)
+    except RuntimeError as error:
+        raise RingError(f"merging a step of decoding over the ring failed; a rank is gone or stuck: {error}") from error
+    parts = [(part[..., :-1].transpose(1, 2), part[..., -1].transpose(1, 2)) for part in every]
+    by_head = out.transpose(1, 2)
+    by_head.copy_(parts[0][0])
+    lse.copy_(parts[0][1])
+    for part, part_lse in parts[1:]:
+        merge_(by_head, lse, part, part_lse)
+
 
 Result = tuple[Tensor, Tensor]  # output (batch, rows, heads, dim), lse (batch, heads, rows)
 

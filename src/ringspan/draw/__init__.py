@@ -1,12 +1,10 @@
 """Pictures: who sees what, who computes what, when, and in which order. Need matplotlib (the extra plot)."""
 
-from ringspan.draw.density import draw_density, pairs_by_cell
 from ringspan.draw.files import draw_plans, save_figure
 from ringspan.draw.order import draw_orders
-from ringspan.draw.pattern import draw_pattern
-from ringspan.draw.scale import scaled_down
+from ringspan.draw.pattern import draw_density, draw_pattern, pairs_by_cell
 from ringspan.draw.schedule import draw_schedule
-from ringspan.draw.work import draw_work, pairs_by_hop
+from ringspan.draw.work import draw_work, pairs_by_hop, scaled_down
 
 __all__ = [
     "draw_density",

@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ringspan.draw.density import draw_density
-from ringspan.draw.pattern import draw_pattern
-from ringspan.draw.scale import MOST_ROWS, scaled_down
+from ringspan.draw.pattern import draw_density, draw_pattern
 from ringspan.draw.schedule import draw_schedule
-from ringspan.draw.work import draw_work
+from ringspan.draw.work import MOST_ROWS, draw_work, scaled_down
 from ringspan.geometry import Full
 from ringspan.layout import LayoutName
 from ringspan.planning import RingPlan

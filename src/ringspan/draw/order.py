@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ringspan.draw.titles import fitted
+from ringspan.draw.pattern import fitted
 from ringspan.order import GridOrder
-from ringspan.order.regions import ranks_of_cells
+from ringspan.order.grid import ranks_of_cells
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ringspan.draw.titles import fitted, pattern_title
+from ringspan.draw.pattern import fitted, pattern_title
 from ringspan.planning import Hop, RingPlan
 
 if TYPE_CHECKING:

@@ -3,9 +3,8 @@
 Nothing in this folder knows a tensor, a device or a process group.
 """
 
-from ringspan.geometry.comb import Comb, Lane, group_heads
-from ringspan.geometry.documents import Documents
-from ringspan.geometry.integers import as_int
+from ringspan.geometry.comb import Comb, Lane, Piece, group_heads, pieces
+from ringspan.geometry.documents import Documents, as_int
 from ringspan.geometry.pattern import (
     Branch,
     Dilated,
@@ -16,7 +15,6 @@ from ringspan.geometry.pattern import (
     unselected_row,
     unselected_warning,
 )
-from ringspan.geometry.segments import Piece, pieces
 
 __all__ = [
     "Branch",

@@ -1,11 +1,21 @@
-"""Packed documents: several sequences that lie end to end in one row dimension."""
+"""Packed documents: several sequences end to end in one row dimension; and what counts as an integer argument."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from ringspan.geometry.integers import as_int
+
+def as_int(name: str, value: Any) -> int:
+    """The value as a plain int; a TypeError that names it if it is none."""
+    if not isinstance(value, bool):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    raise TypeError(f"{name}={value!r}: must be an int")
 
 
 @dataclass(frozen=True, slots=True)

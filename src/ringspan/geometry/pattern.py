@@ -12,7 +12,7 @@ from functools import lru_cache
 from math import lcm
 from typing import Literal, cast, get_args
 
-from ringspan.geometry.integers import as_int
+from ringspan.geometry.documents import as_int
 
 HeadOffsets = Literal["interleaved", "blocked"]
 _MOST_STRETCHES, _MOST_ROWS_LOOKED_AT = 256, 4096  # when looking for rows that no branch selects

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ringspan as rs
-from ringspan.extras import missing_package
 from ringspan.integrations.transformers_attention import AnyRing, RegisteredAttention
 from ringspan.nn.cross_entropy import IGNORED, Gradients
+from ringspan.runtime.extras import missing_package
 
 if TYPE_CHECKING:
     from ringspan.integrations.transformers_cache import RingspanCache

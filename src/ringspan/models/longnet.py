@@ -1,14 +1,11 @@
-"""LongNet: a transformer whose layers attend by dilation, alone or over a ring.
-
-Pre-norm, rotary positions, a gated MLP, RMS norms. Over a ring every rank runs the model on its own rows; nothing but
-attention looks beyond them, so that the ring is all there is to know.
-"""
+"""Where the rows of a call lie: on which ring, in which documents, after which tokens that caches have seen."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -17,11 +14,67 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import ringspan as rs
-from ringspan.models.config import LongNetConfig
-from ringspan.models.place import AnyRing, Place, positions_of
-from ringspan.models.saving import load_weights, save_weights
+from ringspan.geometry import Documents
+from ringspan.models.config import LongNetConfig, load_weights, save_weights
 from ringspan.nn.cross_entropy import Gradients
 from ringspan.nn.rotary import angles, rotate
+
+AnyRing: TypeAlias = "rs.Ring | rs.SimulatedRing | None"
+
+
+@dataclass(frozen=True)
+class Place:
+    """What every layer needs to know of a call.
+
+    ``lengths`` are those of packed documents, and ``caches``, one for each layer, hold what came before.
+    """
+
+    seq_len: int
+    cosines: Tensor
+    sines: Tensor
+    ring: AnyRing
+    lengths: tuple[int, ...] | None
+    caches: Sequence[rs.Cache] | None
+
+
+def positions_of(
+    rows: int,
+    device: torch.device,
+    ring: AnyRing = None,
+    seq_len: int | None = None,
+    lengths: tuple[int, ...] | None = None,
+    seen: tuple[int, ...] = (0,),
+) -> tuple[int, Tensor]:
+    """The length of the whole sequence, and the positions of the rows of this call, (rows) or (batch, rows).
+
+    Args:
+        rows: how many rows this call, on this rank, holds.
+        seen: how many tokens of each sequence came before.
+
+    >>> positions_of(4, torch.device("cpu"), seen=(10, 20))[1].tolist()
+    [[10, 11, 12, 13], [20, 21, 22, 23]]
+    >>> positions_of(5, torch.device("cpu"), lengths=(3, 2), seen=(10, 0))[1].tolist()
+    [10, 11, 12, 0, 1]
+    """
+    if isinstance(ring, rs.Ring):
+        if seq_len is None:
+            raise ValueError("seq_len is needed over a ring: the length of the whole sequence, not of this rank's rows")
+        places = ring.positions(seq_len, device)
+        if len(places) != rows:
+            raise ValueError(f"{rows} rows, but this rank holds {len(places)} of seq_len={seq_len}: give its own rows")
+    else:
+        if seq_len not in (None, rows):
+            raise ValueError(f"seq_len={seq_len}, but there are {rows} rows: without a ring they are the same")
+        seq_len, places = rows, torch.arange(rows, device=device)
+    if lengths is not None:
+        Documents(tuple(lengths)).check_rows(seq_len)
+        ends = torch.tensor(lengths, device=device).cumsum(0)
+        before = torch.tensor(seen if len(seen) == len(lengths) else [0] * len(lengths), device=device)
+        begins = ends - torch.tensor(lengths, device=device)
+        return seq_len, places + (before - begins)[torch.bucketize(places, ends, right=True)]
+    if len(set(seen)) == 1:
+        return seq_len, places + seen[0]
+    return seq_len, torch.tensor(seen, device=device)[:, None] + places
 
 
 def keep_attention() -> tuple[Any, Any]:

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from ringspan.geometry import as_int
+from ringspan.order import RowMajor
+from ringspan.order.curves import all_cells
 
 
 def angles(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -23,3 +30,63 @@ def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     left, right = x.float().chunk(2, dim=-1) if x.dtype.itemsize < 4 else x.chunk(2, dim=-1)
     turned = torch.cat((left * cosines - right * sines, right * cosines + left * sines), dim=-1)
     return turned.to(x.dtype)
+
+
+class GridRotary(nn.Module):
+    """Turns queries and keys by where their rows lie on a grid, so that scores know differences of coordinates.
+
+    The pairs of numbers in a head are dealt to the axes, as evenly as can be, the first axes first.
+
+    Args:
+        shape: the sides of the grid.
+        dim: numbers in a head: even, and at least two for each axis.
+        base: the slowest pair of an axis turns about ``base`` times slower than its fastest, which turns by one radian
+            a cell. 100 suits neighbourhoods of tens of cells.
+
+    >>> import ringspan as rs
+    >>> rotary, order = rs.nn.GridRotary((4, 6), dim=8), rs.Hilbert((4, 6))
+    >>> x = torch.randn(2, 24, 3, 8)
+    >>> bool(torch.equal(order.apply(rotary(x)), rotary(order.apply(x), order.coordinates)))
+    True
+    """
+
+    def __init__(self, shape: Sequence[int], dim: int, base: float = 100.0) -> None:
+        super().__init__()
+        self.grid, self.dim, self.base = RowMajor(shape), as_int("dim", dim), base  # type: ignore[arg-type]
+        axes = len(self.grid.shape)
+        if not 0 < base < math.inf:
+            raise ValueError(f"base={base}: must be positive and finite; 100 suits neighbourhoods of tens of cells")
+        if dim % 2 or dim < 2 * axes:
+            raise ValueError(
+                f"dim={dim}: must be even and at least {2 * axes}, a pair of numbers for each of {axes} axes"
+            )
+        self.pairs = [len(range(axis, dim // 2, axes)) for axis in range(axes)]
+
+    def forward(self, x: Tensor, coordinates: Tensor | None = None) -> Tensor:
+        """Turn ``x`` (batch, rows, heads, dim).
+
+        ``coordinates`` (rows, axes) say where the rows lie: `Hilbert.coordinates`, of a rank's rows those at
+        ``ring.positions(n)``. Without them, ``x`` holds all cells in row-major order.
+        """
+        if x.dim() != 4 or not x.is_floating_point():
+            raise ValueError(
+                f"x is {x.dtype} of shape {tuple(x.shape)}: must be floating-point numbers (batch, rows, heads, dim)"
+            )
+        if coordinates is None:
+            self.grid.check_length(x.shape[1])
+            coordinates = all_cells(self.grid.shape, x.device)
+        if coordinates.shape != (x.shape[1], len(self.pairs)) or x.shape[-1] != self.dim:
+            raise ValueError(
+                f"x has shape {tuple(x.shape)}, coordinates {tuple(coordinates.shape)}: x must be (batch, rows, heads, "
+                f"{self.dim}), and coordinates (rows, {len(self.pairs)})"
+            )
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        turns = [
+            angles(axis, 2 * pairs, self.base, wide)
+            for axis, pairs in zip(coordinates.to(x.device).unbind(1), self.pairs, strict=True)
+        ]
+        cosines, sines = (torch.cat(parts, dim=-1) for parts in zip(*turns, strict=True))
+        return rotate(x, cosines, sines)
+
+    def extra_repr(self) -> str:
+        return f"shape={self.grid.shape}, dim={self.dim}, base={self.base}"

@@ -1,12 +1,10 @@
 """In which order rows lie: curves through grids, point clouds and folded segments; permutations and their inverses."""
 
-from ringspan.order.folded import FoldedOrder
-from ringspan.order.grid import GridOrder, Hilbert, Morton, RowMajor, Snake
+from ringspan.order.base import Order
+from ringspan.order.grid import FoldedOrder, GridOrder, Hilbert, Morton, RowMajor, Snake
 from ringspan.order.passes import Arrangement, Pass, check_fits, passes
 from ringspan.order.points import PointOrder
-from ringspan.order.protocol import Order
-from ringspan.order.reorder import reorder_op
-from ringspan.order.text import parse_order
+from ringspan.order.reorder import parse_order, reorder_op
 
 __all__ = [
     "Arrangement",

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ringspan.geometry import as_int
+from ringspan.layout import Layout
+from ringspan.order.base import Order
 from ringspan.order.curves import CurveName, all_cells, visit
-from ringspan.order.folded import FoldedOrder
 from ringspan.order.points import PointOrder
-from ringspan.order.protocol import Order
 
 
 @dataclass(frozen=True)
@@ -125,3 +125,64 @@ class Morton(GridOrder):
 
 
 GRID_ORDERS: dict[str, type[GridOrder]] = {order.curve: order for order in (Hilbert, RowMajor, Snake, Morton)}
+
+
+@dataclass(frozen=True)
+class FoldedOrder(Order):
+    """Segments of ``segment_length`` rows, each laid row by row into a near-square and visited along the curve.
+
+    Any number of rows can be ordered: of a last segment that is short, the rows that there are, in the same order. Made
+    by `Hilbert.folded` and its like.
+    """
+
+    curve: CurveName
+    segment_length: int
+
+    def __post_init__(self) -> None:
+        length = as_int("segment_length", self.segment_length)
+        if length < 1:
+            raise ValueError(f"segment_length={length}: a segment has at least 1 row")
+        object.__setattr__(self, "segment_length", length)
+
+    @property
+    def text(self) -> str:
+        return f"{self.curve} folded {self.segment_length}"
+
+    @property
+    def period(self) -> int:
+        return self.segment_length
+
+    def visit(self, device: torch.device | str | None = None) -> Tensor:
+        rows = visit(self.curve, near_square(self.segment_length), device)
+        return rows[rows < self.segment_length]
+
+    def check_length(self, length: int) -> None:
+        """Any length will do."""
+
+
+def near_square(cells: int) -> tuple[int, int]:
+    """A rectangle with room for so many cells: exactly so many if it can be at most twice as wide as high.
+
+    >>> near_square(2048), near_square(1009)
+    ((32, 64), (32, 32))
+    """
+    height = next(side for side in range(math.isqrt(cells), 0, -1) if cells % side == 0)
+    if cells <= 2 * height * height:
+        return height, cells // height
+    width = math.isqrt(cells - 1) + 1
+    return -(-cells // width), width
+
+
+def ranks_of_cells(order: GridOrder, ring_size: int) -> Tensor:
+    """The rank of each cell, in the shape of the grid.
+
+    >>> from ringspan import Hilbert
+    >>> ranks_of_cells(Hilbert((2, 4)), 2).tolist()
+    [[0, 0, 1, 1], [0, 0, 1, 1]]
+    """
+    layout = Layout("contiguous", order.period, ring_size)
+    ranks = order.permutation.new_zeros(order.period)
+    for rank in range(ring_size):
+        for span in layout.spans(rank):
+            ranks[order.permutation[span.start : span.stop]] = rank
+    return ranks.view(order.shape)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ringspan.geometry import Branch, Documents, Full, Pattern
 from ringspan.layout import Layout
-from ringspan.order.protocol import Order, places_of, rows_and_places, take_rows
+from ringspan.order.base import Order, places_of, rows_and_places, take_rows
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from ringspan.order.base import Order
 from ringspan.order.curves import CurveName, sort_keys
-from ringspan.order.protocol import Order
 
 _KEY_BITS = 60  # of all dimensions together: a position on the curve is an int64
 _MOST_BITS_OF_A_SIDE = 20

@@ -1,17 +1,35 @@
-"""Reordering as a registered operator: torch.compile takes it whole, and its gradient is the reordering back.
-
-(A gather's own gradient adds rows up one by one, because it cannot know that no row comes twice.)
-"""
+"""Orders from their text: operators take plain values, so `ringspan::attention` is told an order by its text."""
 
 from __future__ import annotations
 
-from typing import Any
+from functools import lru_cache
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from ringspan.order.protocol import rows_and_places, take_rows
-from ringspan.order.text import parse_order
+from ringspan.order.base import Order, rows_and_places, take_rows
+from ringspan.order.curves import CurveName
+from ringspan.order.grid import GRID_ORDERS, FoldedOrder
+from ringspan.order.points import find_points
+
+
+def parse_order(text: str) -> Order:
+    """The order that ``text`` came from.
+
+    >>> parse_order("hilbert grid 4x4")
+    Hilbert(shape=(4, 4))
+    """
+    # Orders of points live as long as somebody keeps them, so they are not kept here.
+    return find_points(text) if text.split()[1] == "points" else _parse_plain(text)
+
+
+@lru_cache(maxsize=256)
+def _parse_plain(text: str) -> Order:
+    curve, kind, numbers = text.split()
+    if kind == "folded":
+        return FoldedOrder(cast(CurveName, curve), int(numbers))
+    return GRID_ORDERS[curve](tuple(int(side) for side in numbers.split("x")))
 
 
 @torch.library.custom_op("ringspan::reorder", mutates_args=())

@@ -3,12 +3,11 @@
 Knows no tensor, no device and no process group.
 """
 
-from ringspan.planning.contents import packing_from_sequence
+from ringspan.planning.cost import Memory, RingPlan, Sizes
 from ringspan.planning.parcels import Message, Packing, Parcel
-from ringspan.planning.price import Memory, RingPlan, Sizes
 from ringspan.planning.rank import Hop, RankPlan, plan_rank
 from ringspan.planning.reach import Reach, find_reach
-from ringspan.planning.shared import ByNode, Passing, check_passing
+from ringspan.planning.routes import ByNode, Passing, check_passing, packing_from_sequence
 from ringspan.planning.tiles import Tile
 
 __all__ = [

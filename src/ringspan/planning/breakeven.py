@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 from ringspan.geometry import Documents, Pattern
 from ringspan.layout import Layout, LayoutName
+from ringspan.planning.cost import RingPlan
 from ringspan.planning.parcels import Message
-from ringspan.planning.price import RingPlan
 from ringspan.planning.rank import Hop
 
 FORWARD_FLOPS = 4  # a (query, key) pair, for each number of a head: two products, each a multiplication and an addition

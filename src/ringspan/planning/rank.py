@@ -14,7 +14,7 @@ from functools import lru_cache
 from ringspan.geometry import Documents, Pattern, group_heads, pieces
 from ringspan.layout import Layout, Span
 from ringspan.planning.parcels import Message, Packing, packing, parcel_lanes
-from ringspan.planning.shared import Passing, SharedSegment, owner_sends
+from ringspan.planning.routes import Passing, SharedSegment, owner_sends
 from ringspan.planning.tiles import Tile, fuse_equal_segments
 
 

@@ -13,11 +13,9 @@ from torch import Tensor
 
 from ringspan.layout import Layout, LayoutName, check_layout_name
 from ringspan.planning import Passing, check_passing
-from ringspan.ring import registry
-from ringspan.ring.errors import RingError
-from ringspan.ring.mail import Counters, Flight, Letters, Mail
-from ringspan.ring.players import Note, Result
-from ringspan.ring.rows import join_rows, take_rows
+from ringspan.ring.backend import Note, Result, register_ring
+from ringspan.ring.sharding import join_rows, take_rows
+from ringspan.ring.transport import Counters, Flight, Letters, Mail, RingError
 
 
 class SimulatedRing:
@@ -45,7 +43,7 @@ class SimulatedRing:
             raise ValueError(f"size={size}: a ring has at least 1 rank")
         self.size, self.layout, self.passing = size, layout, passing
         self.reset_counters()
-        self.name = registry.enter(self)
+        self.name = register_ring(self)
 
     def __repr__(self) -> str:
         return f"SimulatedRing({self.size}, layout={self.layout!r}, passing={self.passing!r})"

@@ -4,13 +4,11 @@ Sources and sinks are tensors in host memory, memory-mapped files, or callables;
 `rs.stream_backward` run between them.
 """
 
-from ringspan.streaming.backward import stream_backward
-from ringspan.streaming.counted import CountedRows
-from ringspan.streaming.digested import DigestedRows, Place
-from ringspan.streaming.files import create_numpy, create_safetensors, open_numpy, open_safetensors
-from ringspan.streaming.forward import stream_attention
+from ringspan.streaming.attention import stream_attention, stream_backward
 from ringspan.streaming.job import ShardDone, Streamed
-from ringspan.streaming.rows import ConsumedRows, HeldRows, MadeRows, RowShape, Sink, Source
+from ringspan.streaming.mapped_files import create_numpy, create_safetensors, open_numpy, open_safetensors
+from ringspan.streaming.sinks import DigestedRows, Place
+from ringspan.streaming.sources import ConsumedRows, CountedRows, HeldRows, MadeRows, RowShape, Sink, Source
 
 __all__ = [
     "ConsumedRows",

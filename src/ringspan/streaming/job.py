@@ -1,10 +1,13 @@
-"""A job: one sequence, one pattern and one way to cut it into shards, for the walks of both directions.
+"""How many shards: the fewest that keep a run within its budget of memory, and enough of them to overlap.
 
-Everything is checked here before anything is read.
+A shard is a virtual rank of a contiguous ring. While it is walked, the rows of the next are read and the results of the
+one before are written, so that three shards' worth is held.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,12 +23,176 @@ from ringspan.engine import WORKSPACE_BYTES
 from ringspan.geometry import Dilated, Full, Pattern, as_int
 from ringspan.kernels import Kernel, accumulation_dtype
 from ringspan.planning import Packing, Parcel, RingPlan, packing_from_sequence
-from ringspan.prices import plan as price_plan
-from ringspan.ring.mail import Counters
-from ringspan.streaming.fingerprint import ROWS_IN_ALL, ROWS_OF_A_SHARD, Fingerprint, checksum, sampled_rows
-from ringspan.streaming.progress import Progress, shards_begun_with
-from ringspan.streaming.rows import INPUTS, Sink, Source, read_rows, seq_dim
-from ringspan.streaming.shards import fewest_shards, held_bytes
+from ringspan.planning.api import plan as price_plan
+from ringspan.ring.transport import Counters
+from ringspan.streaming.sources import (
+    INPUTS,
+    ROWS_IN_ALL,
+    ROWS_OF_A_SHARD,
+    Fingerprint,
+    Sink,
+    Source,
+    checksum,
+    read_rows,
+    sampled_rows,
+    seq_dim,
+)
+
+ENOUGH_TO_OVERLAP = 16  # so that the first read and the last write, with nothing beside them, cost little
+# What allocators keep of freed buffers (glibc: those below 32 MiB), files while they are copied, threads.
+OVERHEAD_BYTES = 48 * 2**20
+SMALLEST_FOR_OVERLAP = 2**17  # rows: below that, what each hop costs outweighs what overlapping saves
+
+
+def fewest_shards(plan_with: Callable[[int], RingPlan], workspace: int, budget_bytes: int, *, backward: bool) -> int:
+    """The fewest shards, a power of two, that fit the budget; ``plan_with(shards)`` is the plan of a ring of so many.
+
+    Powers of two, since the segments of most patterns are: then borders between shards cut fewer of them.
+    """
+    rows = plan_with(1).layout.rows
+    shards = 1
+    while shards < ENOUGH_TO_OVERLAP and rows // (2 * shards) >= SMALLEST_FOR_OVERLAP:
+        shards *= 2
+    while (needed := held_bytes(plan_with(shards), workspace, backward=backward)) > budget_bytes:
+        if 2 * shards > rows:
+            raise ValueError(
+                f"budget_bytes={budget_bytes:,}: even {shards:,} shards of a row or two need {needed:,} bytes; "
+                "give at least that, or stream fewer heads or sequences at a time"
+            )
+        shards *= 2
+    return shards
+
+
+def held_bytes(plan: RingPlan, workspace: int, *, backward: bool = False) -> int:
+    """What a run holds at its peak: the walk of a shard, the rows of the next one, the results of the one before.
+
+    Results count twice: as they are, and in the pages of the file that they are written to.
+    """
+    sizes = plan.sizes
+    last = plan.layout.ring_size - 1
+    ranks = sorted({0, last // 2, last})  # shards differ by a row, and by how many borders cut them
+    walked = max(plan.memory(rank, backward=backward).total for rank in ranks)
+    query = sizes.batch * sizes.heads * sizes.dim * sizes.number_bytes
+    keys_and_values = 2 * sizes.batch * sizes.kv_heads * sizes.dim * sizes.number_bytes
+    lse = sizes.batch * sizes.heads * sizes.wide_bytes
+    if backward:
+        row = (3 * query + keys_and_values + lse) + 2 * (query + keys_and_values)
+    else:
+        row = (query + keys_and_values) + 2 * (query + lse)
+    rows = -(-plan.layout.rows // plan.layout.ring_size)
+    return walked + row * (rows if last else 0) + workspace + OVERHEAD_BYTES
+
+
+_BEGINNING = '{"run": '
+
+
+class Progress:
+    """What a run has finished; without a path, nothing is remembered beyond this process.
+
+    Raises if the file belongs to another run: ``settings`` are compared with those that it was begun with, and then its
+    inputs, by the fingerprint that is taken of them.
+    """
+
+    def __init__(
+        self, path: Path | None, settings: dict[str, Any], take_fingerprint: Callable[[], Fingerprint]
+    ) -> None:
+        self._path = path
+        self.inputs: Fingerprint = {}  # empty without a path
+        self.finished: dict[str, dict[str, Any]] = {}
+        self.seconds, self.parcel_bytes = 0.0, 0  # of all finished steps, in this process and before
+        if path is None:
+            return
+        lines = read_lines(path)
+        if not lines:
+            text = _text(path)[: len(_BEGINNING)]  # of a line that was cut off, if of a run
+            if not _BEGINNING.startswith(text):
+                raise ValueError(_foreign(path))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("")
+            self.inputs = take_fingerprint()
+            self._append({"run": settings, "inputs": self.inputs})
+            return
+        _check_same_run(path, _begun_with(path, lines), settings)
+        try:
+            self.finished = {line["finished"]: line["note"] for line in lines[1:]}
+            self.seconds = sum(line["seconds"] for line in lines[1:])
+            self.parcel_bytes = sum(line["parcel_bytes"] for line in lines[1:])
+            known = dict(lines[0]["inputs"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(_foreign(path)) from error
+        self.inputs = take_fingerprint()
+        differing = [name for name, sums in self.inputs.items() if sums != known.get(name)]
+        if differing:
+            raise ValueError(
+                f"{path} belongs to a run with other inputs: {', '.join(differing)} differ; "
+                f"resume with the same inputs, or delete {path} to start over"
+            )
+        rewrite_lines(path, lines)  # without a line that was cut off
+
+    def finish(self, step: str, note: dict[str, Any], seconds: float, parcel_bytes: int) -> None:
+        """A step is done for good; ``note`` is what the sink wants to know of it when the run goes on."""
+        self.finished[step] = note
+        self.seconds += seconds
+        self.parcel_bytes += parcel_bytes
+        self._append({"finished": step, "seconds": seconds, "parcel_bytes": parcel_bytes, "note": note})
+
+    def _append(self, line: dict[str, Any]) -> None:
+        if self._path is None:
+            return
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def rewrite_lines(path: Path, lines: list[dict[str, Any]]) -> None:
+    """All at once: killed at any moment, the file is the old one or the new one."""
+    new = path.with_name(path.name + ".new")
+    with new.open("w") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file of JSON lines; none if there is no such file."""
+    text = _text(path)
+    try:
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} has a line that is not JSON ({error}): give another file") from error
+
+
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def shards_begun_with(path: Path | None) -> int | None:
+    """Into how many shards the run in this file is cut, or None if there is none."""
+    lines = read_lines(path) if path is not None else []
+    return int(_begun_with(path, lines)["shards"]) if path is not None and lines else None
+
+
+def _begun_with(path: Path, lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """The settings of the run in a file."""
+    run = lines[0].get("run") if isinstance(lines[0], dict) else None
+    if not isinstance(run, dict) or not isinstance(run.get("shards"), int):
+        raise ValueError(_foreign(path))
+    return run
+
+
+def _foreign(path: Path) -> str:
+    return f"{path} is not the progress of a run: give another file"
+
+
+def _check_same_run(path: Path, begun: dict[str, Any], settings: dict[str, Any]) -> None:
+    for name in {**begun, **settings}:
+        if begun.get(name) != settings.get(name):
+            raise ValueError(
+                f"{path} belongs to a run with {name}={begun.get(name)!r}, but this one has {settings.get(name)!r}: "
+                "go on with the same, or give another file"
+            )
 
 
 @dataclass(frozen=True, slots=True)

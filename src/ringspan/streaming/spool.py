@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ringspan.planning import Message, Parcel, RankPlan
-from ringspan.streaming.files import make_room
+from ringspan.streaming.mapped_files import make_room
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import torch
 from torch.nn import functional as F
 
 from ringspan.models import LongNet, LongNetConfig
-from ringspan.train.corpus import Corpus
-from ringspan.train.figures import BITS
+from ringspan.train.data import Corpus
+from ringspan.train.metrics import BITS
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ringspan.train.errors import RunError
+from ringspan.runtime.settings import RunError
 
 LOCK = "run.lock"
 PATIENCE = 5.0  # seconds to wait for a run that is just ending

@@ -1,0 +1,245 @@
+"""What a plan costs: bytes, work, balance and memory for each rank, from integers alone.
+
+`rs.plan` returns a `RingPlan`, which prices itself and prints itself as a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ringspan.geometry import Documents, Pattern
+from ringspan.layout import Layout
+from ringspan.planning.parcels import Message, Parcel
+from ringspan.planning.rank import Hop, RankPlan, plan_rank
+from ringspan.planning.reach import Reach, find_reach
+from ringspan.planning.routes import Passing, node_of
+
+_MOST_RANKS_PRICED = 64  # of a larger ring, these many are looked at: the ends and an even sample between
+_MOST_TABLE_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What the integers of a plan are multiplied with to become bytes."""
+
+    batch: int = 1
+    heads: int = 8
+    kv_heads: int = 8
+    dim: int = 64
+    number_bytes: int = 4  # a number of the input dtype
+    wide_bytes: int = 4  # a number of the accumulation dtype
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "heads", "kv_heads", "dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads={self.heads}, kv_heads={self.kv_heads}: the KV heads must divide the query heads")
+
+    @property
+    def parcel_row_bytes(self) -> int:
+        """A row of a parcel: K and V."""
+        return 2 * self.batch * self.dim * self.number_bytes
+
+    @property
+    def gradient_row_bytes(self) -> int:
+        """A row of a parcel's gradient, in the accumulation dtype."""
+        return 2 * self.batch * self.dim * self.wide_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of one rank: its rows (inputs, outputs, accumulators, gradients), its parcels at their peak."""
+
+    rows: int
+    parcels: int
+
+    @property
+    def total(self) -> int:
+        return self.rows + self.parcels
+
+
+@dataclass(frozen=True)
+class RingPlan:
+    """The plan of a whole ring, rank by rank as they are asked for."""
+
+    pattern: Pattern
+    documents: Documents
+    layout: Layout
+    causal: bool
+    passing: Passing
+    sizes: Sizes
+
+    def rank(self, rank: int) -> RankPlan:
+        """The plan of one rank."""
+        return plan_rank(
+            self.pattern, self.documents, self.layout, rank, self.sizes.kv_heads, self.causal, self.passing
+        )
+
+    def bytes_sent(self, rank: int, *, backward: bool = False) -> int:
+        """Bytes that a rank puts on the wire in a forward pass or, if asked for, in a backward pass.
+
+        Backward sends the same parcels again, and the gradient of each that came in: onwards, or home to its owner.
+        """
+        hops = self.rank(rank).hops
+        forward = sum(message.parcel.rows for hop in hops for message in hop.sends) * self.sizes.parcel_row_bytes
+        onwards = sum(m.parcel.rows for hop in hops for m in hop.gradients_out) * self.sizes.gradient_row_bytes
+        return forward + onwards if backward else forward
+
+    def bytes_received(self, rank: int, *, backward: bool = False) -> int:
+        """Bytes that a rank gets."""
+        hops = self.rank(rank).hops
+        forward = sum(message.parcel.rows for hop in hops for message in hop.receives) * self.sizes.parcel_row_bytes
+        gradients = sum(m.parcel.rows for hop in hops for m in hop.gradients_in) * self.sizes.gradient_row_bytes
+        return forward + gradients if backward else forward
+
+    def work(self, rank: int) -> int:
+        """(query, key) pairs that a rank computes, over all query heads of one batch."""
+        return self.rank(rank).pairs * (self.sizes.heads // self.sizes.kv_heads)
+
+    @cached_property
+    def imbalance(self) -> float:
+        """Largest work of a rank over the mean; 1 is perfect. Of a very large ring, an even sample is looked at."""
+        work = [self.work(rank) for rank in self.sample]
+        mean = sum(work) / len(work)
+        return max(work) / mean if mean else 1.0
+
+    @cached_property
+    def reach(self) -> Reach:
+        """How far a token sees, and which segments cross ranks."""
+        return find_reach(self.pattern, self.documents, self.layout, self.sizes.kv_heads)
+
+    @cached_property
+    def sample(self) -> Sequence[int]:
+        """The ranks that are priced: all of them, or an even sample with both ends."""
+        size = self.layout.ring_size
+        if size <= _MOST_RANKS_PRICED:
+            return range(size)
+        return sorted({round(i * (size - 1) / (_MOST_RANKS_PRICED - 1)) for i in range(_MOST_RANKS_PRICED)})
+
+    def memory(self, rank: int, *, backward: bool = False) -> Memory:
+        """Bytes of a rank beyond the workspace: its rows of every tensor, and its parcels at their peak."""
+        sizes, rows = self.sizes, self.layout.rows_of(rank)
+        query_rows, key_rows = rows * sizes.heads * sizes.batch, rows * sizes.kv_heads * sizes.batch
+        accumulated = 0 if sizes.number_bytes == sizes.wide_bytes else sizes.dim * sizes.wide_bytes
+        inputs = (query_rows + 2 * key_rows) * sizes.dim * sizes.number_bytes
+        outputs = query_rows * (sizes.dim * sizes.number_bytes + sizes.wide_bytes)
+        total = inputs + outputs + (0 if backward else query_rows * accumulated)
+        if backward:
+            total += query_rows * sizes.dim * sizes.number_bytes  # the gradient of the output
+            total += inputs + (query_rows + 2 * key_rows) * accumulated  # gradients and their accumulators
+        return Memory(total, self._peak_parcels(rank, backward))
+
+    def _peak_parcels(self, rank: int, backward: bool) -> int:
+        """Two hops of parcels at a time: those in use and those in flight; in backward also their gradients."""
+        hops = self.rank(rank).hops
+        arriving = [*map(_rows, (hop.receives for hop in hops)), 0]
+        packed = [sum(m.parcel.rows for m in hop.sends if m.parcel.owner == rank) for hop in hops] + [0]
+        travelling = [arriving[s] + arriving[s + 1] + packed[s + 1] for s in range(len(hops))]
+        gradients = self._gradient_rows(rank) if backward else [0] * len(hops)
+        sizes = self.sizes
+        both = zip(travelling, gradients, strict=True)
+        return max(rows * sizes.parcel_row_bytes + more * sizes.gradient_row_bytes for rows, more in both)
+
+    def _gradient_rows(self, rank: int) -> list[int]:
+        """At each hop, the most rows of gradients that are held: on their way, being added up, and waiting for it."""
+        held, flying, waiting = [], 0, dict[Parcel, int]()
+        before = Hop()
+        for hop in self.rank(rank).hops:
+            own = _rows(hop.receives)
+            # While the hop is computed, what the hop before sent is on its way; then its own are sent.
+            computing = own + flying + sum(waiting.values())
+            waiting |= {m.parcel: m.parcel.rows for m in before.gradients_in if m.parcel.owner != rank}
+            for message in hop.receives:
+                waiting.pop(message.parcel, None)
+            flying, before = own + _rows(hop.gradients_in), hop
+            held.append(max(computing, flying + sum(waiting.values())))
+        return held
+
+    def __str__(self) -> str:
+        """A table: rows, tiles, hops, parcels, bytes, work and memory of each rank."""
+        head = ("rank", "rows", "tiles", "hops", "parcels in", "sent fwd", "sent bwd", "work", "parcels peak")
+        size = self.layout.ring_size
+        shown = range(size) if size <= _MOST_TABLE_ROWS else (*range(_MOST_TABLE_ROWS // 2), size - 1)
+        work = {rank: self.work(rank) for rank in {*self.sample, *shown}}
+        mean = sum(work[rank] for rank in self.sample) / len(self.sample) or 1
+        lines = [head]
+        for rank in shown:
+            plan = self.rank(rank)
+            lines.append(
+                (
+                    str(rank),
+                    f"{plan.rows:,}",
+                    str(len(plan.tiles)),
+                    str(len(plan.hops) - 1),
+                    str(sum(len(hop.receives) for hop in plan.hops)),
+                    mebibytes(self.bytes_sent(rank)),
+                    mebibytes(self.bytes_sent(rank, backward=True)),
+                    f"{work[rank] / mean:.3f}",
+                    mebibytes(self.memory(rank).parcels),
+                )
+            )
+        widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+        table = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+        title = (
+            f"{self.pattern.text}; n = {self.layout.rows:,} over {size} ranks, {self.layout.name}, {self.passing}"
+            f"{', causal' if self.causal else ''}; imbalance {self.imbalance:.3f}"
+        )
+        return "\n".join([title, *table])
+
+
+def _rows(messages: Sequence[Message]) -> int:
+    return sum(message.parcel.rows for message in messages)
+
+
+def mebibytes(count: int) -> str:
+    return f"{count / 2**20:,.2f} MiB"
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes that all ranks together send in one pass: inside nodes, and from node to node.
+
+    ``parcels_across`` are bytes of parcels between nodes, ``gradients_across`` those of their gradients, which travel
+    as the parcels do, and home from the end of the route.
+    """
+
+    inside: int
+    parcels_across: int
+    gradients_across: int
+
+    @property
+    def across(self) -> int:
+        return self.parcels_across + self.gradients_across
+
+
+def traffic(plan: RingPlan, ranks_per_node: int, *, backward: bool = False) -> Traffic:
+    """What a forward pass or, if asked for, a backward pass sends inside nodes and between them.
+
+    >>> from ringspan.geometry import Documents, Full
+    >>> from ringspan.layout import Layout
+    >>> from ringspan.planning import ByNode, Sizes
+    >>> def across(passing):
+    ...     ring = RingPlan(Full(), Documents((64,)), Layout("contiguous", 64, 8), False, passing, Sizes(1, 1, 1, 8))
+    ...     return traffic(ring, ranks_per_node=4).across
+    >>> across("direct"), across("relay"), across(ByNode(4))
+    (16384, 7168, 4096)
+    """
+    inside, parcels_across, gradients_across = 0, 0, 0
+    for rank in range(plan.layout.ring_size):
+        here = node_of(rank, ranks_per_node)
+        for hop in plan.rank(rank).hops:
+            moves = [(message.peer, message.parcel.rows * plan.sizes.parcel_row_bytes, False) for message in hop.sends]
+            if backward:
+                row_bytes = plan.sizes.gradient_row_bytes
+                moves += [(m.peer, m.parcel.rows * row_bytes, True) for m in hop.gradients_out]
+            for peer, size, is_gradient in moves:
+                if node_of(peer, ranks_per_node) == here:
+                    inside += size
+                elif is_gradient:
+                    gradients_across += size
+                else:
+                    parcels_across += size
+    return Traffic(inside, parcels_across, gradients_across)

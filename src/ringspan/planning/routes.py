@@ -1,0 +1,198 @@
+"""Shared segments: a segment that a border between ranks cuts, and who sends what to whom because of it.
+
+Its *parts* are the stretches that lie on one rank; their owners are its *sharers*. A part's rows form a
+parcel, which goes to the sharers that may see it and to nobody else. The hop at which a sharer gets it is
+its cyclic distance from the owner among the sharers, so that each rank receives about one shard's worth per hop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Literal
+
+from ringspan.geometry import Documents, Lane, Pattern, Piece
+from ringspan.layout import Layout, Part
+from ringspan.planning.parcels import Packing, Parcel, packing
+
+
+@dataclass(frozen=True, slots=True)
+class ByNode:
+    """Relay, but a parcel enters each node once: inside its owner's node the owner hands it to everybody itself.
+
+    Ranks ``0 .. ranks_per_node - 1`` share the first node, and so on. The route visits every other node in one stretch,
+    so that neighbours relay it there; only the way back into the owner's own node is spared.
+    """
+
+    ranks_per_node: int
+
+    def __post_init__(self) -> None:
+        if self.ranks_per_node < 1:
+            raise ValueError(f"ranks_per_node={self.ranks_per_node}: a node has at least 1 rank")
+
+    def __str__(self) -> str:
+        return f"relay by nodes of {self.ranks_per_node}"
+
+
+Passing = Literal["relay", "direct"] | ByNode
+
+
+def check_passing(passing: object) -> None:
+    """Raise unless this is a way to pass parcels."""
+    if passing not in ("relay", "direct") and not isinstance(passing, ByNode):
+        raise ValueError(f"passing={passing!r}: must be 'relay' or 'direct', or ByNode(ranks_per_node)")
+
+
+def node_of(rank: int, ranks_per_node: int) -> int:
+    """The node that a rank lives on."""
+    return rank // ranks_per_node
+
+
+def owner_sends(passing: Passing, owner: int, seer: int) -> bool:
+    """Whether the owner itself sends its parcel to a seer, wherever on the route that seer stands."""
+    if isinstance(passing, ByNode):
+        return node_of(owner, passing.ranks_per_node) == node_of(seer, passing.ranks_per_node)
+    return passing == "direct"
+
+
+@dataclass(frozen=True)
+class SharedSegment:
+    """One segment, cut by borders between ranks, in one branch. Rows are positions in the whole sequence."""
+
+    branch: int
+    rate: int
+    offsets: tuple[int, ...]
+    start: int  # where the segment begins; below its first part if the document begins in the middle of it
+    parts: tuple[Part, ...]
+    causal: bool
+
+    @cached_property
+    def sharers(self) -> tuple[int, ...]:
+        """The ranks that hold rows of the segment, in the order of the ring."""
+        return tuple(sorted({part.rank for part in self.parts}))
+
+    @cached_property
+    def _place(self) -> dict[int, int]:
+        return {rank: place for place, rank in enumerate(self.sharers)}
+
+    @cached_property
+    def parts_of(self) -> dict[int, list[int]]:
+        """For each sharer, which parts it holds."""
+        held: dict[int, list[int]] = {}
+        for i, part in enumerate(self.parts):
+            held.setdefault(part.rank, []).append(i)
+        return held
+
+    def distance(self, owner: int, rank: int) -> int:
+        """Along the ring of sharers, from ``owner`` to ``rank``."""
+        return (self._place[rank] - self._place[owner]) % len(self.sharers)
+
+    def lanes(self, i: int, origin: int = 0) -> list[Lane]:
+        """For each KV head, the selected rows of a part, counted from ``origin``."""
+        part = self.parts[i]
+        phase = part.start - self.start
+        return Piece(part.start, part.stop - part.start, 1, phase).lanes(self.rate, self.offsets, origin)
+
+    def parcel(self, i: int) -> Parcel:
+        part = self.parts[i]
+        return Parcel(self.branch, part.start, part.rank, sum(lane.rows for lane in self.lanes(i)))
+
+    def meet(self, query_part: int, key_part: int) -> bool:
+        """Whether some query of one part sees some key of the other."""
+        if self.causal and key_part > query_part:
+            return False
+        shortest = min(self.parts[i].stop - self.parts[i].start for i in (query_part, key_part))
+        if shortest >= self.rate:
+            return True  # every head has rows in both
+        return bool(self._heads_in(query_part) & self._heads_in(key_part))
+
+    def _heads_in(self, i: int) -> int:
+        """The KV heads with selected rows in a part, as bits."""
+        if i not in self._found_heads:
+            part = self.parts[i]
+            rows, phase = part.stop - part.start, part.start - self.start
+            held = (1 << head for head, offset in enumerate(self.offsets) if (offset - phase) % self.rate < rows)
+            self._found_heads[i] = sum(held)
+        return self._found_heads[i]
+
+    @cached_property
+    def _found_heads(self) -> dict[int, int]:
+        return {}
+
+    def sees(self, rank: int, key_part: int) -> bool:
+        """Whether a sharer needs the parcel of a part."""
+        return any(self.meet(i, key_part) for i in self.parts_of[rank])
+
+    def seers(self, key_part: int) -> Iterator[int]:
+        """The sharers that need the parcel of a part, by their distance from its owner."""
+        owner = self._place[self.parts[key_part].rank]
+        for step in range(1, len(self.sharers)):
+            rank = self.sharers[(owner + step) % len(self.sharers)]
+            if self.sees(rank, key_part):
+                yield rank
+
+    def before(self, rank: int, key_part: int) -> int:
+        """Who has the parcel before ``rank``: the seer ahead of it on the route, or the owner."""
+        owner, place = self.parts[key_part].rank, self._place[rank]
+        while True:
+            place = (place - 1) % len(self.sharers)
+            candidate = self.sharers[place]
+            if candidate == owner or self.sees(candidate, key_part):
+                return candidate
+            if place == len(self.sharers) - 1 and self.causal and self._latest_after(owner) <= key_part:
+                return owner  # nobody between the owner and the end of the ring holds a later part
+
+    def after(self, rank: int, key_part: int) -> int | None:
+        """Who gets the parcel after ``rank``: the next seer on the route, or None at its end."""
+        owner, place = self.parts[key_part].rank, self._place[rank]
+        while True:
+            place = (place + 1) % len(self.sharers)
+            candidate = self.sharers[place]
+            if candidate == owner:
+                return None
+            if self.sees(candidate, key_part):
+                return candidate
+            if place == 0 and self.causal and self._latest_before(owner) <= key_part:
+                return None  # nobody between the start of the ring and the owner holds a later part
+
+    # Without these two, finding where a causal route begins or ends would cost the square of the size of the ring.
+
+    def _latest_before(self, owner: int) -> int:
+        """The latest part that a sharer before the owner, in the order of the ring, holds; -1 if there is none."""
+        return self._running_latest[self._place[owner]]
+
+    def _latest_after(self, owner: int) -> int:
+        """The latest part that a sharer after the owner, in the order of the ring, holds; -1 if there is none."""
+        return self._running_latest_from_the_end[len(self.sharers) - 1 - self._place[owner]]
+
+    @cached_property
+    def _running_latest(self) -> list[int]:
+        return list(accumulate((self.parts_of[rank][-1] for rank in self.sharers), max, initial=-1))
+
+    @cached_property
+    def _running_latest_from_the_end(self) -> list[int]:
+        return list(accumulate((self.parts_of[rank][-1] for rank in reversed(self.sharers)), max, initial=-1))
+
+
+def packing_from_sequence(
+    parcel: Parcel, pattern: Pattern, documents: Documents, layout: Layout, kv_heads: int
+) -> Packing:
+    """How a parcel is filled from rows of the whole sequence: as its owner fills it, with rows counted from the start.
+
+    >>> from ringspan.geometry import Dilated
+    >>> ring = Layout("contiguous", 16, ring_size=2)
+    >>> pattern, parcel = Dilated((16,), (4,)), Parcel(branch=0, start=8, owner=1, rows=2)
+    >>> ((rows, places),) = packing_from_sequence(parcel, pattern, Documents((16,)), ring, 1).combs
+    >>> rows.lane(0), places.lane(0)
+    ((8, 12), (0, 1))
+    """
+    start, stop = next((a, b) for a, b in documents.spans() if a <= parcel.start < b)
+    branch = pattern.branches(stop - start)[parcel.branch]
+    phase = (parcel.start - start + branch.shift) % branch.segment_length
+    segment_start = parcel.start - phase
+    part = next(layout.parts(parcel.start, min(segment_start + branch.segment_length, stop)))
+    offsets = pattern.offsets(branch.rate, kv_heads)
+    alone = SharedSegment(parcel.branch, branch.rate, offsets, segment_start, (part,), causal=False)
+    return packing(parcel, alone.lanes(0))

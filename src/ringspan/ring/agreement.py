@@ -1,0 +1,91 @@
+"""Comparing notes: one tiny exchange by which ranks learn the length and find out whether they agree.
+
+Notes are JSON in a fixed number of bytes: nothing is unpickled, and every rank reads the same notes, so that
+every rank raises the same error, or none does. Ranks must agree on everything but ``OWN``: how many rows each holds,
+and a fingerprint of these rows, which must not be the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringspan.ring.transport import RingError
+
+_NOTE_BYTES = 1024
+OWN = ("rows", "fingerprint")
+
+
+def exchange_notes(note: dict[str, Any], group: dist.ProcessGroup, device: torch.device) -> list[dict[str, Any]]:
+    """The notes of all ranks, in order of rank."""
+    mine = _encode(note).to(device)
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    try:
+        dist.all_gather(every, mine, group=group)
+    except RuntimeError as error:
+        raise RingError(f"comparing notes with the ring failed; a rank is gone or stuck: {error}") from error
+    return [_decode(x) for x in every]
+
+
+def check_agreement(notes: list[dict[str, Any]]) -> None:
+    """Raise, on every rank alike, if ranks make different calls, or all hold the same rows."""
+    for name in dict.fromkeys(name for note in notes for name in note if name not in OWN):
+        values = [note.get(name, "nothing") for note in notes]
+        if len(set(map(str, values))) > 1:
+            raise RingError(f"ranks disagree on {name}: {by_value(values)}. All ranks must make the same call")
+    fingerprints = {note.get("fingerprint") for note in notes}
+    if len(notes) > 1 and len(fingerprints) == 1 and fingerprints != {None}:
+        raise RingError(
+            f"all {len(notes)} ranks hold the same {notes[0]['rows']} rows, but each must hold its own part of the "
+            "sequence: split whole tensors with ring.split_sequence(x), and seed random rows by rank (all processes "
+            "begin with the same seed); if shards are equal on purpose, state seq_len="
+        )
+
+
+def fingerprint(*tensors: Tensor) -> str | None:
+    """Sums of a few rows of tensors (batch, rows, ..), by which ranks notice that they hold the same rows.
+
+    None where these rows say nothing: there are fewer than two, they are equal to one another, or not finite.
+    """
+    rows = tensors[0].shape[1]
+    sampled = [x.detach()[:, [0, rows // 2, rows - 1]] for x in tensors] if rows > 1 else []
+    sums = torch.stack([x.transpose(0, 1).flatten(1).sum(1, dtype=torch.float64) for x in sampled]) if sampled else None
+    if sums is None or not sums.isfinite().all() or (sums == sums[:, :1]).all():
+        return None
+    return digest(str(sums.tolist()), at_most=100)
+
+
+def by_value(values: list[Any]) -> str:
+    """Which ranks have which value.
+
+    >>> by_value(["a", "b", "a"])
+    'a on ranks 0, 2; b on rank 1'
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(str(value), []).append(rank)
+    return "; ".join(
+        f"{value} on rank{'s' if len(held) > 1 else ''} {', '.join(map(str, held))}" for value, held in ranks.items()
+    )
+
+
+def digest(text: str, at_most: int = 200) -> str:
+    """The text itself or, if it is long, its beginning and a digest of the whole."""
+    return text if len(text) <= at_most else f"{text[: at_most - 20]}..{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def _encode(note: dict[str, Any]) -> Tensor:
+    data = json.dumps(note).encode()
+    if len(data) > _NOTE_BYTES:
+        raise RingError(f"a note of {len(data)} bytes: at most {_NOTE_BYTES}; shorten it with digest()")
+    return torch.frombuffer(bytearray(data.ljust(_NOTE_BYTES)), dtype=torch.uint8)
+
+
+def _decode(data: Tensor) -> dict[str, Any]:
+    note: dict[str, Any] = json.loads(bytes(data.tolist()))
+    return note

@@ -1,0 +1,265 @@
+"""What orders make of neighbourhoods, counted: who sees his neighbours on the grid, and how many rows travel for it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ringspan as rs
+from ringspan.order import GridOrder
+from ringspan.order.grid import ranks_of_cells
+from ringspan.tools.bench.summaries import Spread, spread
+from ringspan.tools.bench.trials import Clock, with_gradients, without_gradients
+
+_STEPS_PER_DOUBLING = 16  # of the segment lengths that are tried
+
+
+def share_of_neighbours_seen(order: GridOrder, segment_length: int, radius: float) -> float:
+    """Of all pairs of cells at most ``radius`` apart, the share that lies in one segment: these see each other.
+
+    >>> from ringspan import RowMajor
+    >>> share_of_neighbours_seen(RowMajor((4, 4)), 4, radius=1)
+    0.5
+    """
+    segments = (order.inverse // segment_length).view(order.shape)
+    met = pairs = 0
+    for here, there in _pairs(segments, radius):
+        met += int((here == there).sum())
+        pairs += here.numel()
+    return met / pairs
+
+
+def shortest_segment(order: GridOrder, share: float, radius: float) -> int:
+    """The shortest segment, tried in small steps, with which so large a share of neighbours see each other."""
+    for step in itertools.count(_STEPS_PER_DOUBLING):
+        length = min(order.period, round(2 ** (step / _STEPS_PER_DOUBLING)))
+        if share_of_neighbours_seen(order, length, radius) >= share:
+            return length
+    raise AssertionError("one segment of all cells holds every pair")
+
+
+def rows_that_travel(order: GridOrder, ring_size: int, radius: float) -> list[int]:
+    """For each rank of a ring, how many rows of others it needs so that all pairs at most ``radius`` apart can meet.
+
+    The cells are ordered once and then split into contiguous shards.
+
+    >>> from ringspan import RowMajor
+    >>> rows_that_travel(RowMajor((4, 4)), 2, radius=1)
+    [4, 4]
+    """
+    cells = torch.arange(order.period).view(order.shape)
+    needed = torch.zeros(ring_size, order.period, dtype=torch.bool)
+    ranks = ranks_of_cells(order, ring_size)
+    for (here, there), (mine, other) in zip(_pairs(ranks, radius), _pairs(cells, radius), strict=True):
+        apart = here != there
+        needed[here[apart], other[apart]] = True
+        needed[there[apart], mine[apart]] = True
+    return needed.sum(1).tolist()
+
+
+def _pairs(grid: Tensor, radius: float) -> Iterator[tuple[Tensor, Tensor]]:
+    """All pairs of cells at most ``radius`` apart, each once: two windows of the grid for each difference."""
+    reach = range(-math.floor(radius), math.floor(radius) + 1)
+    for difference in itertools.product(reach, repeat=grid.dim()):
+        if difference > (0,) * grid.dim() and sum(d * d for d in difference) <= radius * radius:
+            here, there = grid, grid
+            for axis, d in enumerate(difference):
+                side = grid.shape[axis] - abs(d)
+                if side <= 0:
+                    break
+                here, there = here.narrow(axis, max(0, -d), side), there.narrow(axis, max(0, d), side)
+            else:
+                yield here, there
+
+
+KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}  # glibc reads them at the start
+
+
+def permutation_times(
+    grid: Sequence[int], heads: int, dim: int, segment: int, rounds: int, threads: int, *, keeps_memory: bool
+) -> dict[str, Any]:
+    """Measure in a fresh process: seconds of each round by pass and by what was timed."""
+    asked = json.dumps(dict(grid=tuple(grid), heads=heads, dim=dim, segment=segment, rounds=rounds, threads=threads))
+    command = [sys.executable, "-m", "ringspan.tools.bench.hilbert", asked]
+    environment = os.environ | (KEEPS_MEMORY if keeps_memory else {})
+    found = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    times: dict[str, Any] = json.loads(found.stdout)
+    return times
+
+
+def measure(grid: Sequence[int], heads: int, dim: int, segment: int, rounds: int, threads: int) -> dict[str, Any]:
+    """Attention over rows that lie in order; ordering one tensor and undoing it; and attention with ``order=``."""
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    clock, order = Clock(), rs.Hilbert(tuple(grid))
+    leaves = [torch.randn(1, order.period, heads, dim, requires_grad=True) for _ in range(3)]
+    grad, options = torch.randn_like(leaves[0]), dict(pattern=rs.Dilated((segment,), (1,)))
+    forward: dict[str, Callable[[], object]] = {
+        "in order": without_gradients(leaves, options),
+        "once": lambda: order.undo(order.apply(grad)),
+        "order=": without_gradients(leaves, options | dict(order=order)),
+    }
+    both: dict[str, Callable[[], object]] = {
+        "in order": with_gradients(leaves, grad, options),
+        "once": lambda: torch.autograd.grad(order.undo(order.apply(leaves[0])), leaves[0], grad),
+        "order=": with_gradients(leaves, grad, options | dict(order=order)),
+    }
+    Clock().in_turns(both, 1)  # until memory that is kept is there
+    passes = {name: clock.in_turns(calls, rounds) for name, calls in (("forward", forward), ("both", both))}
+    return dict(seconds=passes, most_foreign_cores=clock.most_foreign_cores, disturbed=clock.disturbed)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(measure(**json.loads(sys.argv[1]))))
+
+
+ORDERS: Mapping[str, type[GridOrder]] = {
+    "row-major": rs.RowMajor,
+    "snake": rs.Snake,
+    "Morton": rs.Morton,
+    "Hilbert": rs.Hilbert,
+}
+Announce = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The sizes of the study."""
+
+    grid: tuple[int, int] = (1024, 1024)
+    radius: float = 8
+    share: float = 0.80
+    equal_segments: tuple[int, ...] = (256, 1024, 4096, 16384)
+    grid_heads: int = 4
+    grid_dim: int = 32
+    ring_sizes: tuple[int, ...] = (4, 16, 64)
+    lengths: tuple[int, ...] = (8192, 32768)
+    pattern: rs.Dilated = field(default_factory=lambda: rs.Dilated((2048, 4096, 8192), (1, 2, 4)))
+    fold: int = 2048
+    heads: int = 8
+    dim: int = 64
+    rounds: int = 5
+    grid_rounds: int = 3
+
+
+QUICK = Scale(
+    grid=(32, 32),
+    radius=2,
+    equal_segments=(16, 64),
+    ring_sizes=(4,),
+    lengths=(256,),
+    pattern=rs.Dilated((64, 128), (1, 2)),
+    fold=64,
+    heads=2,
+    dim=16,
+    rounds=2,
+    grid_rounds=2,
+)
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What was found. Times are seconds of each round, by what was timed."""
+
+    scale: Scale
+    folded: list[dict[str, Any]]
+    shares: dict[str, dict[int, float]]
+    shortest: dict[str, int]
+    shortest_seconds: dict[str, list[float]]
+    travelling: dict[str, dict[int, list[int]]]
+    permutation: list[dict[str, Any]]
+    curve_seconds: list[float]
+    most_foreign_cores: float
+    disturbed: int  # calls that other programs disturbed, in spite of repeats
+
+    def spread(self, figures: Sequence[float]) -> Spread:
+        """Times or their ratios, marked if other programs disturbed a call of the study."""
+        return spread(figures, disturbed=self.disturbed > 0)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def study(scale: Scale, announce: Announce) -> Findings:
+    """Measure everything."""
+    clock = Clock()
+    torch.manual_seed(0)
+    orders = {name: order(scale.grid) for name, order in ORDERS.items()}
+    announce("folded orders: with and without")
+    folded = list(_folded(scale, clock))
+    announce("who sees his neighbours")
+    shares = {
+        name: {w: share_of_neighbours_seen(order, w, scale.radius) for w in scale.equal_segments}
+        for name, order in orders.items()
+    }
+    announce(f"the shortest segment with a share of {scale.share}")
+    shortest = {name: shortest_segment(order, scale.share, scale.radius) for name, order in orders.items()}
+    announce("what travels in a ring")
+    travelling = {
+        name: {k: rows_that_travel(order, k, scale.radius) for k in scale.ring_sizes} for name, order in orders.items()
+    }
+    announce("the time to make a curve")
+    curve = clock.in_turns({"curve": lambda: rs.Hilbert(scale.grid).visit()}, scale.rounds)["curve"]
+    announce("the time of attention at that share")
+    tensors = _grid_tensors(scale)
+    seconds = clock.in_turns(
+        {name: _attend(tensors, shortest[name], orders[name]) for name in orders}, scale.grid_rounds, warm=False
+    )
+    announce("the time of the permutation")
+    del tensors
+    permutation = list(_permutation(scale, shortest["Hilbert"], clock))
+    busy = (clock.most_foreign_cores, clock.disturbed)
+    return Findings(scale, folded, shares, shortest, seconds, travelling, permutation, curve, *busy)
+
+
+def _folded(scale: Scale, clock: Clock) -> Iterator[dict[str, Any]]:
+    """The same pattern with and without a folded order, forward and backward."""
+    for n in scale.lengths:
+        for causal in (False, True):
+            tensors = [torch.randn(1, n, scale.heads, scale.dim, requires_grad=True) for _ in range(3)]
+            grad = torch.randn(1, n, scale.heads, scale.dim)
+            calls: dict[str, Callable[[], object]] = {}
+            for name, order in (("without", None), ("with", rs.Hilbert.folded(scale.fold))):
+                options: dict[str, Any] = dict(pattern=scale.pattern, causal=causal, order=order)
+                calls[f"forward {name}"] = without_gradients(tensors, options)
+                calls[f"both {name}"] = with_gradients(tensors, grad, options)
+            yield dict(n=n, causal=causal, seconds=clock.in_turns(calls, scale.rounds))
+
+
+def _permutation(scale: Scale, segment: int, clock: Clock) -> Iterator[dict[str, Any]]:
+    """In a process that gives memory back, and in one that keeps it."""
+    for keeps_memory in (False, True):
+        found = permutation_times(
+            scale.grid,
+            scale.grid_heads,
+            scale.grid_dim,
+            segment,
+            scale.grid_rounds,
+            torch.get_num_threads(),
+            keeps_memory=keeps_memory,
+        )
+        clock.most_foreign_cores = max(clock.most_foreign_cores, found["most_foreign_cores"])
+        clock.disturbed += found["disturbed"]
+        for mode, seconds in found["seconds"].items():
+            yield dict(keeps_memory=keeps_memory, mode=mode, seconds=seconds)
+
+
+def _grid_tensors(scale: Scale) -> list[Tensor]:
+    rows = scale.grid[0] * scale.grid[1]
+    return [torch.randn(1, rows, scale.grid_heads, scale.grid_dim) for _ in range(3)]
+
+
+def _attend(tensors: list[Tensor], segment: int, order: GridOrder) -> Callable[[], object]:
+    """Attention with one branch; rows that lie in row-major order need no permutation."""
+    wanted = None if isinstance(order, rs.RowMajor) else order
+    return without_gradients(tensors, dict(pattern=rs.Dilated((segment,), (1,)), order=wanted))

@@ -1,0 +1,294 @@
+"""A self-test that takes a moment: attention forward and backward on a device, against the dense definition in fp64."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import ringspan as rs
+from ringspan import kernels
+from ringspan.api import attention
+from ringspan.geometry import Dilated, Pattern
+from ringspan.kernels import choose
+from ringspan.oracle import dense_attention
+from ringspan.runtime.extras import install_command
+from ringspan.tools.measure import describe_machine
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_ROWS, _HEADS, _DIM = 64, 4, 16
+_PATTERN = Dilated((16, 64), (1, 4))
+_FP64_ALLOWED = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class SelfTest:
+    """One device and dtype: an error beside what is allowed, for the result that comes nearest to its limit.
+
+    The results are output, lse, dq, dk and dv. If the test could not be run, ``failure`` says why.
+    """
+
+    device: str
+    dtype: str
+    kernel: str
+    result: str = ""
+    error: float = 0.0
+    allowed: float = 0.0
+    failure: str = ""
+
+    @property
+    def holds(self) -> bool:
+        return not self.failure and self.error <= self.allowed
+
+
+def run_self_test(device: str, dtype: torch.dtype) -> SelfTest:
+    """Run attention here in this dtype.
+
+    fp64 must be within 1e-12 of the definition. Any other dtype may be twice as wrong as dense softmax in that dtype is
+    on the same numbers, or by four roundings of the largest result if that is more.
+    """
+    kernel, name = "", str(dtype).removeprefix("torch.")
+    try:
+        kernel = choose(device, dtype).kernel.name
+        generator = torch.Generator().manual_seed(0)
+        numbers = torch.randn(4, 1, _ROWS, _HEADS, _DIM, generator=generator, dtype=torch.float64).to(dtype)
+        *inputs, weights = numbers.to(device).unbind()
+        right = _results(dense_attention, inputs, weights, torch.float64)
+        dense = _results(dense_attention, inputs, weights, dtype)
+        ours = _results(_with_lse, inputs, weights, dtype)
+        worst, error, allowed = _nearest_to_its_limit(ours, dense, right, dtype)
+    except Exception as raised:  # whatever a driver or a broken installation may raise
+        return SelfTest(device, name, kernel, failure=f"{type(raised).__name__}: {raised}")
+    return SelfTest(device, name, kernel, worst, error, allowed)
+
+
+def _with_lse(*tensors: Tensor, pattern: Pattern, causal: bool) -> tuple[Tensor, Tensor]:
+    q, k, v = tensors
+    return attention(q, k, v, pattern=pattern, causal=causal, return_lse=True)
+
+
+def _results(
+    attend: Callable[..., tuple[Tensor, Tensor]], inputs: list[Tensor], weights: Tensor, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Everything that attention gives, computed in this dtype and then widened."""
+    tensors = [x.detach().to(dtype).requires_grad_() for x in inputs]
+    out, lse = attend(*tensors, pattern=_PATTERN, causal=True)
+    gradients = torch.autograd.grad((out * weights.to(dtype)).sum(), tensors)
+    return {
+        name: x.detach().double()
+        for name, x in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True)
+    }
+
+
+def _nearest_to_its_limit(
+    ours: dict[str, Tensor], dense: dict[str, Tensor], right: dict[str, Tensor], dtype: torch.dtype
+) -> tuple[str, float, float]:
+    """(name, error, allowed error) of the result whose error is the largest part of what is allowed."""
+    found = []
+    for name, wanted in right.items():
+        if not ours[name].isfinite().all():
+            raise ArithmeticError(f"{name} is not finite")
+        error, dense_error = ((x[name] - wanted).abs().max().item() for x in (ours, dense))
+        rounding = torch.finfo(dtype).eps * wanted.abs().max().item()
+        allowed = _FP64_ALLOWED if dtype == torch.float64 else max(2 * dense_error, 4 * rounding)
+        found.append((name, error, allowed))
+    return max(found, key=lambda line: line[1] / line[2])
+
+
+# What is not needed to compute attention, what it is for, and what gets it.
+_OPTIONAL_PACKAGES = {
+    "typer": ("the command line", install_command("cli")),
+    "rich": ("the command line", install_command("cli")),
+    "psutil": ("measuring memory and load", install_command("cli")),
+    "jinja2": ("reports as HTML", install_command("cli")),
+    "matplotlib": ("pictures", install_command("plot")),
+    "ring-attention-pytorch": ("comparing with another ring", install_command("peers")),
+    "triton": ("torch.compile on GPUs", "pip install triton"),
+    "transformers": ("Hugging Face models", install_command("transformers")),
+    "deepspeed": ("sharded optimisers beside a ring", "pip install --no-build-isolation deepspeed"),
+    "safetensors": ("weights in safe files", install_command("train")),
+    "prometheus-client": ("an endpoint with a training's figures", install_command("train")),
+    "tensorboard": ("curves of a training", "pip install tensorboard"),
+}
+_BACKENDS = {
+    "gloo": "CPU tensors, one machine or many",
+    "nccl": "NVIDIA GPUs",
+    "mpi": "CPU tensors, started by mpirun; torch must be built with it",
+    "xccl": "Intel GPUs",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceReport:
+    """A device, what it is, and which dtype suits it for training; ``usable`` is False for what is not there."""
+
+    name: str
+    usable: bool
+    description: str
+    suggested_dtype: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelReport:
+    name: str
+    usable: bool
+    dtypes: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceReport:
+    """Which kernel a device and dtype get, and why."""
+
+    device: str
+    dtype: str
+    kernel: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class BackendReport:
+    name: str
+    available: bool
+    carries: str
+
+
+@dataclass(frozen=True, slots=True)
+class PackageReport:
+    """A package; without a version it is missing, and ``install`` gets it."""
+
+    name: str
+    version: str
+    purpose: str
+    install: str
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Everything that `ringspan doctor` shows."""
+
+    devices: tuple[DeviceReport, ...]
+    kernels: tuple[KernelReport, ...]
+    choices: tuple[ChoiceReport, ...]
+    backends: tuple[BackendReport, ...]
+    launch: str
+    packages: tuple[PackageReport, ...]
+    self_tests: tuple[SelfTest, ...]
+
+    @property
+    def is_well(self) -> bool:
+        return all(test.holds for test in self.self_tests)
+
+    @property
+    def missing(self) -> tuple[PackageReport, ...]:
+        return tuple(package for package in self.packages if not package.version)
+
+    @property
+    def verdict(self) -> str:
+        """One plain sentence."""
+        failing = [f"{test.device} {test.dtype}" for test in self.self_tests if not test.holds]
+        if failing:
+            return f"{len(failing)} of {len(self.self_tests)} self-tests fail: {', '.join(failing)}."
+        where = ", ".join(dict.fromkeys(test.device for test in self.self_tests))
+        dtypes = ", ".join(dict.fromkeys(test.dtype for test in self.self_tests))
+        return f"ringspan works here: all {len(self.self_tests)} self-tests hold, on {where} in {dtypes}."
+
+
+def examine_machine() -> Health:
+    """Look at everything, and run the self-test of every usable device and dtype."""
+    devices = _devices()
+    pairs = [(device.name, dtype) for device in devices if device.usable for dtype in DTYPES]
+    return Health(
+        devices=devices,
+        kernels=tuple(
+            KernelReport(
+                status.kernel.name, status.usable, tuple(map(_name, status.kernel.contract.dtypes)), status.reason
+            )
+            for status in kernels.available()
+        ),
+        choices=tuple(_choice(name, dtype) for name, dtype in pairs),
+        backends=tuple(BackendReport(name, _has_backend(name), carries) for name, carries in _BACKENDS.items()),
+        launch=_launch(),
+        packages=_packages(),
+        self_tests=tuple(run_self_test(name, dtype) for name, dtype in pairs),
+    )
+
+
+def _devices() -> tuple[DeviceReport, ...]:
+    machine = describe_machine()
+    dtype, reason = kernels.suggest_dtype("cpu")
+    free = psutil.virtual_memory().available / 2**30
+    cpu = DeviceReport(
+        "cpu",
+        True,
+        f"{machine['processor']}, {machine['cores']} cores, {torch.get_num_threads()} threads, "
+        f"{machine['cpu_capability']}, {machine['memory_gib']} GiB of memory ({free:.1f} free)",
+        _name(dtype),
+        reason,
+    )
+    if not torch.cuda.is_available():
+        return cpu, DeviceReport("cuda", False, why_no_cuda(torch.__version__, torch.version.cuda))
+    return cpu, *(_cuda_device(i) for i in range(torch.cuda.device_count()))
+
+
+def why_no_cuda(torch_version: str, built_for: str | None) -> str:
+    """Why torch sees no CUDA device, and what would change that."""
+    if built_for is None:
+        return f"torch {torch_version} is built without CUDA; PyPI's build for Linux has it: pip install torch"
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if hidden is not None and hidden.strip() in ("", "-1"):
+        return f"CUDA_VISIBLE_DEVICES={hidden!r} hides all devices: unset it"
+    return f"torch is built for CUDA {built_for}, but finds no device: is there a card, and its driver? See nvidia-smi"
+
+
+def _cuda_device(i: int) -> DeviceReport:
+    properties = torch.cuda.get_device_properties(i)
+    dtype, reason = kernels.suggest_dtype(f"cuda:{i}")
+    what = f"{properties.name}, capability {properties.major}.{properties.minor}"
+    return DeviceReport(f"cuda:{i}", True, f"{what}, {properties.total_memory / 2**30:.1f} GiB", _name(dtype), reason)
+
+
+def _choice(device: str, dtype: torch.dtype) -> ChoiceReport:
+    choice = kernels.choose(device, dtype)
+    return ChoiceReport(device, _name(dtype), choice.kernel.name, choice.reason)
+
+
+def _has_backend(name: str) -> bool:
+    return dist.is_available() and dist.is_backend_available(name)
+
+
+def _launch() -> str:
+    if dist.is_available() and dist.is_torchelastic_launched():
+        rank, size = os.environ.get("RANK", "?"), os.environ.get("WORLD_SIZE", "?")
+        return f"under torchrun: rank {rank} of {size}"
+    return "not under torchrun; a ring of K processes is started by: torchrun --standalone --nproc-per-node=K PROGRAM"
+
+
+def _packages() -> tuple[PackageReport, ...]:
+    needed = (
+        PackageReport("ringspan", rs.__version__, "", ""),
+        PackageReport("python", platform.python_version(), "", ""),
+        PackageReport("torch", torch.__version__, "attention", "pip install torch"),
+    )
+    return needed + tuple(
+        PackageReport(name, _version(name), purpose, install) for name, (purpose, install) in _OPTIONAL_PACKAGES.items()
+    )
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,135 @@
+"""What the tools measure besides the call itself: the machine, its load, FLOPs, and bytes on the wire."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch.autograd.profiler import profile
+
+_DISTURBED_CORES = 0.10
+_CLOCK_TICKS_SECONDS = 0.05  # the system counts busy time in ticks: less foreign time than this says nothing
+
+
+def is_disturbed(foreign_cores: float, seconds: float) -> bool:
+    """Whether other programs kept so many cores busy that a time says little: more than a tenth of one.
+
+    >>> is_disturbed(0.2, seconds=10.0), is_disturbed(0.05, seconds=10.0), is_disturbed(0.2, seconds=0.1)
+    (True, False, False)
+    """
+    return foreign_cores > _DISTURBED_CORES and foreign_cores * seconds > _CLOCK_TICKS_SECONDS
+
+
+def describe_machine() -> dict[str, str | int | float]:
+    """What stands beside every table: processor, cores, memory, versions and the date."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return {
+        "processor": models[0] if models else platform.processor(),
+        "cores": os.cpu_count() or 1,
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "torch": torch.__version__,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "python": platform.python_version(),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def one_line(machine: dict[str, str | int | float]) -> str:
+    return (
+        f"{machine['processor']}, {machine['cores']} cores ({machine['cpu_capability']}), {machine['memory_gib']} GiB, "
+        f"torch {machine['torch']}, {machine['date']}"
+    )
+
+
+@dataclass
+class Stopwatch:
+    """Wall time of a block, and how many cores other processes kept busy meanwhile."""
+
+    seconds: float = 0.0
+    foreign_cores: float = 0.0
+
+    def __enter__(self) -> Stopwatch:
+        self._busy, self._own = busy_seconds(), _own_seconds()
+        self._start = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = time.perf_counter() - self._start
+        foreign = (busy_seconds() - self._busy) - (_own_seconds() - self._own)
+        self.foreign_cores = max(0.0, foreign / self.seconds)
+
+
+def busy_seconds() -> float:
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0))
+
+
+def _own_seconds() -> float:
+    times = psutil.Process().cpu_times()
+    return float(times.user + times.system)
+
+
+_FORWARD_PRODUCTS = 2  # scores, and weights times values
+_BACKWARD_PRODUCTS = 5  # scores again, and the gradients of weights, values, queries and keys
+_ATTENTION = (
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+)
+
+
+def count_flops(call: Callable[[], Any]) -> int:
+    """FLOPs of a call on this process. A causal attention operator counts as if it were not: it has half the pairs."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces every start and stop on stderr otherwise
+    with profile(record_shapes=True, use_kineto=False) as profiler:
+        call()
+    return sum(_flops(event.name, event.input_shapes) for event in profiler.function_events or ())
+
+
+def _flops(name: str, shapes: list[list[int]]) -> int:
+    if name == "aten::mm":
+        return _product(shapes[0], shapes[1])
+    if name in ("aten::bmm", "aten::matmul_backward"):
+        return _product(shapes[0], shapes[1])
+    if name in ("aten::addmm", "aten::baddbmm"):
+        return _product(shapes[1], shapes[2])
+    if name in _ATTENTION:
+        return _attention(shapes[0], shapes[1], _FORWARD_PRODUCTS)
+    if name.removesuffix("_backward") in _ATTENTION:
+        return _attention(shapes[1], shapes[2], _BACKWARD_PRODUCTS)  # shapes[0] is the gradient of the output
+    return 0
+
+
+def _product(left: list[int], right: list[int]) -> int:
+    return 2 * torch.Size(left).numel() * right[-1]
+
+
+def _attention(queries: list[int], keys: list[int], products: int) -> int:
+    return products * 2 * torch.Size(queries).numel() * keys[-2]
+
+
+def loopback_bytes_sent() -> int:
+    """Bytes that the loopback interface has sent so far, of all processes on this machine."""
+    return int(psutil.net_io_counters(pernic=True)["lo"].bytes_sent)
+
+
+def why_not_seen(group: dist.ProcessGroup) -> str:
+    """Why the loopback interface does not see a group's messages; empty if it does."""
+    if sys.platform != "linux":
+        return "no loopback counters on this system"
+    if dist.get_backend(group) != "gloo":
+        return f"{dist.get_backend(group)} does not go through the loopback interface"
+    return ""

@@ -1,0 +1,219 @@
+"""What torch itself offers for a dilated pattern on one process: SDPA with the pattern as a mask, and FlexAttention.
+
+Both compute the same function as ringspan: a key that is seen through m branches gets log(m) added to its score. Each
+function here prepares a call (the mask, the blocks) and returns it: ``attend(q, k, v)`` on (batch, seq, heads, dim).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from ringspan.geometry import Dilated, Pattern
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+_MASK_ROWS = 512  # rows of a mask that are worked out at a time
+
+
+def masked_sdpa(pattern: Pattern, n: int, heads: int, *, causal: bool, dtype: torch.dtype = torch.float32) -> Attend:
+    """`scaled_dot_product_attention` with the pattern as an additive mask (1, heads, n, n), which is made here."""
+    mask = log_counts(pattern, n, heads, causal=causal, dtype=dtype)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
+
+    return attend
+
+
+def log_counts(pattern: Pattern, n: int, heads: int, *, causal: bool, dtype: torch.dtype = torch.float32) -> Tensor:
+    """log m(p, t) for each head: block of rows by block, so that only the mask itself has n x n numbers for a head."""
+    mask = torch.empty(1, heads, n, n, dtype=dtype)
+    for head in range(heads):
+        for start in range(0, n, _MASK_ROWS):
+            stop = min(n, start + _MASK_ROWS)
+            count = torch.zeros(stop - start, n, dtype=torch.promote_types(dtype, torch.float32))
+            for branch in pattern.branches(n):
+                x = torch.arange(n) + branch.shift
+                segment = x // branch.segment_length
+                chosen = x % branch.segment_length % branch.rate == pattern.offsets(branch.rate, heads)[head]
+                count += (segment[start:stop, None] == segment) & chosen[start:stop, None] & chosen
+            if causal:
+                count *= torch.arange(n) <= torch.arange(start, stop)[:, None]
+            mask[0, head, start:stop] = count.log()
+    return mask
+
+
+def blockwise_flex(pattern: Dilated, n: int, heads: int, *, causal: bool) -> Attend:
+    """Compiled FlexAttention with a block mask, which is made here; the first call compiles. Forward only on CPUs.
+
+    Given every chance: where lengths and rates are powers of two, segments and offsets are bit operations (with
+    divisions it is several times slower).
+    """
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention, noop_mask  # noqa: PLC0415
+
+    count = branch_counter(pattern, heads, causal=causal)
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, p: Tensor, t: Tensor) -> Tensor:
+        return score + torch.log(count(h, p, t).to(score.dtype))
+
+    def mask_mod(b: Tensor, h: Tensor, p: Tensor, t: Tensor) -> Tensor:
+        return count(h, p, t) > 0
+
+    with torch.no_grad():
+        blocks = create_block_mask(mask_mod, 1, heads, n, n, device="cpu", _compile=True)
+    blocks.mask_mod = noop_mask  # the scores hide what the pattern hides: no need to work it out twice
+    compiled = torch.compile(flex_attention)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out: Tensor = compiled(q, k, v, score_mod=score_mod, block_mask=blocks)
+        return out.transpose(1, 2)
+
+    return attend
+
+
+def branch_counter(pattern: Dilated, heads: int, *, causal: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """m(p, t) of head h, in operations that FlexAttention can trace."""
+    pairs = list(zip(pattern.segment_lengths, pattern.dilation_rates, strict=True))
+    powers = all(x & (x - 1) == 0 for pair in pairs for x in pair) and all(r <= w for w, r in pairs)
+    bits = powers and pattern.head_offsets == "interleaved" and pattern.shift == 0
+    first, total_heads = pattern.first_head, pattern.total_heads or heads
+
+    def by_bits(w: int, r: int, h: Tensor, p: Tensor, t: Tensor) -> Tensor:
+        """p and t differ in no bit of the segment's number, and both have the head's offset."""
+        return (((p ^ t) & -w) | ((p ^ h) & (r - 1)) | ((t ^ h) & (r - 1))) == 0
+
+    def by_division(w: int, r: int, h: Tensor, p: Tensor, t: Tensor) -> Tensor:
+        offset = h % r if pattern.head_offsets == "interleaved" else h // -(-total_heads // r)
+        return (p // w == t // w) & (p % w % r == offset) & (t % w % r == offset)
+
+    def count(h: Tensor, p: Tensor, t: Tensor) -> Tensor:
+        total: Any = 0
+        for w, r in pairs:
+            x, y = (p, t) if bits else (p + pattern.shift, t + pattern.shift)
+            total = total + (by_bits if bits else by_division)(w, r, h + first, x, y).int()
+        return total * (t <= p).int() if causal else total
+
+    return count
+
+
+class Attention(Protocol):
+    """What `--attention` points at."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor: ...
+
+
+def torch_ring(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
+    """torch's own context-parallel ring (private functions) with the CPU flash operator; rows lie in zigzag order."""
+    if k.shape[2] != q.shape[2]:
+        raise NotImplementedError(
+            "the CPU flash operator reads past the end of k and v if they have fewer heads than q"
+        )
+    return _TorchRing.apply(q, k, v, causal, group)
+
+
+torch_ring.layout = "zigzag"  # type: ignore[attr-defined]
+torch_ring.equal_shards = True  # type: ignore[attr-defined]
+
+
+def ring_attention_pytorch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    group: dist.ProcessGroup,
+    bucket_size: int = 1024,
+    striped: bool = False,
+) -> Tensor:
+    """ring_flash_attn of ring-attention-pytorch (PyPI); its bucket size is the one that it takes unless told.
+
+    It knows the default group only. On one process its ring would send to itself, which gloo refuses: there it has
+    none. ``striped`` balances causal work, if rows are dealt out one by one.
+    """
+    from ring_attention_pytorch.ring_flash_attention import ring_flash_attn  # noqa: PLC0415
+
+    options = dict(bucket_size=min(bucket_size, q.shape[1]), ring_reduce_col=dist.get_world_size(group) > 1)
+    out: Tensor = ring_flash_attn(q, k, v, causal=causal, striped_ring_attn=striped, **options)
+    return out
+
+
+ring_attention_pytorch.equal_shards = True  # type: ignore[attr-defined]
+
+
+def all_gather(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
+    """Gather all keys and values, then attend own queries to them: right, but every rank holds the whole sequence."""
+    keys, values = (_GatherWhole.apply(x, group) for x in (k, v))
+    rows, first = q.shape[1], q.shape[1] * dist.get_rank(group)
+    grouped = k.shape[2] != q.shape[2]
+    q, keys, values = (x.transpose(1, 2) for x in (q, keys, values))
+    if not causal:
+        return scaled_dot_product_attention(q, keys, values, enable_gqa=grouped).transpose(1, 2)
+    positions = torch.arange(first, first + rows, device=q.device)
+    mask = torch.arange(keys.shape[2], device=q.device) <= positions[:, None]
+    return scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=grouped).transpose(1, 2)
+
+
+all_gather.equal_shards = True  # type: ignore[attr-defined]
+
+
+class _GatherWhole(torch.autograd.Function):
+    """Rows of all ranks, end to end; backward sums the gradients of all ranks and takes this one's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group, ctx.rows = group, x.shape[1]
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts, dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        grad = grads[0].contiguous()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad.narrow(1, ctx.rows * dist.get_rank(ctx.group), ctx.rows), None
+
+
+class _TorchRing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, group: dist.ProcessGroup) -> Tensor:
+        module, aten = _torch_module(causal), torch.ops.aten
+        tensors = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+        forward = aten._scaled_dot_product_flash_attention_for_cpu
+        out, lse, *_ = module._templated_ring_attention(group, 2, forward, *tensors, is_causal=causal)
+        ctx.save_for_backward(*tensors, out, lse)
+        ctx.causal, ctx.group = causal, group
+        return out.transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q, k, v, out, lse = ctx.saved_tensors
+        found = _torch_module(ctx.causal)._templated_ring_attention_backward(
+            ctx.group,
+            2,
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+            grad_out=grads[0].transpose(1, 2).contiguous(),
+            grad_out_name="grad_out",
+            query=q,
+            key=k,
+            value=v,
+            out=out,
+            logsumexp=lse,
+            is_causal=ctx.causal,
+            dropout_p=0.0,
+        )
+        dq, dk, dv = (x.transpose(1, 2) for x in found[:3])
+        return dq, dk, dv, None, None
+
+
+def _torch_module(causal: bool) -> Any:
+    from torch.distributed.tensor.experimental._context_parallel import _attention  # noqa: PLC0415
+
+    _attention._cp_options.enable_load_balance = causal  # rows lie in zigzag order then
+    return _attention

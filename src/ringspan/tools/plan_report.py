@@ -1,0 +1,286 @@
+"""What `ringspan plan` knows: plans of a ring under each layout, and what they cost its ranks. Knows no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from ringspan.geometry import Documents, Full, Pattern
+from ringspan.layout import Layout, LayoutName
+from ringspan.planning import Memory, Passing, RingPlan, Sizes, check_passing
+from ringspan.planning.breakeven import BreakEven, LayoutAdvice
+from ringspan.tools.pages import Rows, Table
+from ringspan.tools.rates import KnownRates
+
+NUMBER_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+MOST_RANKS_LISTED = 16
+
+
+@dataclass(frozen=True, slots=True)
+class RankPrice:
+    """What one rank computes, moves and holds. ``share`` is its work over an even share of all work: 1 is perfect."""
+
+    rank: int
+    rows: int
+    tiles: int
+    hops: int
+    parcels_received: int
+    sent_forward: int
+    sent_backward: int
+    work: int
+    share: float
+    memory_forward: Memory
+    memory_backward: Memory
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutPrice:
+    """The ranks that were priced under one layout: one, all, or a sample of a large ring."""
+
+    plan: RingPlan
+    ranks: tuple[RankPrice, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.ranks) == self.plan.layout.ring_size
+
+    @property
+    def busiest(self) -> RankPrice:
+        return max(self.ranks, key=lambda price: price.work)
+
+    def listed(self) -> dict[str, RankPrice]:
+        """The ranks that a table shows, by name: all of them or, of a large ring, first, middle, last and busiest."""
+        if len(self.ranks) <= MOST_RANKS_LISTED:
+            return {str(price.rank): price for price in self.ranks}
+        places = {"first": self.ranks[0], "middle": self.ranks[len(self.ranks) // 2], "last": self.ranks[-1]}
+        places["busiest"] = self.busiest
+        return {f"{price.rank:,} {name}": price for name, price in places.items()}
+
+
+def make_plans(
+    pattern: Pattern,
+    tokens: int,
+    ring_size: int,
+    layouts: tuple[LayoutName, ...],
+    *,
+    causal: bool,
+    passing: Passing,
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    dtype: str,
+) -> dict[LayoutName, RingPlan]:
+    """As `rs.plan`, for each layout, with the dtype by its name: so that torch need not be there.
+
+    >>> from ringspan.geometry import Full
+    >>> plans = make_plans(
+    ...     Full(), 4096, 4, ("contiguous",), causal=True, passing="relay",
+    ...     batch=1, heads=8, kv_heads=8, dim=64, dtype="float32",
+    ... )
+    >>> plans["contiguous"].bytes_sent(0)
+    4194304
+    """
+    if dtype not in NUMBER_BYTES:
+        raise ValueError(f"dtype={dtype!r}: must be one of {', '.join(NUMBER_BYTES)}")
+    check_passing(passing)
+    accumulated = "float64" if dtype == "float64" else "float32"
+    sizes = Sizes(batch, heads, kv_heads, dim, NUMBER_BYTES[dtype], NUMBER_BYTES[accumulated])
+    documents = Documents((tokens,))
+    return {
+        name: RingPlan(pattern, documents, Layout(name, tokens, ring_size), causal, passing, sizes) for name in layouts
+    }
+
+
+def price_layout(plan: RingPlan, rank: int | None = None) -> LayoutPrice:
+    """Price one rank, if it is named; otherwise all ranks or, of a large ring, an even sample with both ends."""
+    even_share = all_work(plan) / plan.layout.ring_size
+    ranks = plan.sample if rank is None else (rank,)
+    return LayoutPrice(plan, tuple(_price(plan, i, even_share) for i in ranks))
+
+
+def all_work(plan: RingPlan) -> int:
+    """(query, key) pairs of the whole ring: those of one device that does everything, which is cheap to plan."""
+    return replace(plan, layout=Layout("contiguous", plan.layout.rows, 1)).work(0)
+
+
+def _price(plan: RingPlan, rank: int, even_share: float) -> RankPrice:
+    own = plan.rank(rank)
+    return RankPrice(
+        rank=rank,
+        rows=own.rows,
+        tiles=len(own.tiles),
+        hops=len(own.hops) - 1,
+        parcels_received=sum(len(hop.receives) for hop in own.hops),
+        sent_forward=plan.bytes_sent(rank),
+        sent_backward=plan.bytes_sent(rank, backward=True),
+        work=plan.work(rank),
+        share=plan.work(rank) / even_share if even_share else 1.0,
+        memory_forward=plan.memory(rank),
+        memory_backward=plan.memory(rank, backward=True),
+    )
+
+
+def pattern_text(pattern: Pattern) -> str:
+    """As `--pattern` takes it."""
+    if isinstance(pattern, Full):
+        return "full"
+    return ",".join(f"{w}x{r}" for w, r in zip(pattern.segment_lengths, pattern.dilation_rates, strict=True))
+
+
+def headline(plan: RingPlan, dtype: str) -> str:
+    """What is planned, in one line."""
+    sizes, size = plan.sizes, plan.layout.ring_size
+    heads = f"{sizes.heads} heads" + (f" ({sizes.kv_heads} KV)" if sizes.kv_heads != sizes.heads else "")
+    batch = f", batch {sizes.batch}" if sizes.batch > 1 else ""
+    return (
+        f"{plan.layout.rows:,} tokens over {size:,} rank{'' if size == 1 else 's'}, {pattern_text(plan.pattern)}, "
+        f"{'causal' if plan.causal else 'not causal'}, {heads} of {sizes.dim}, {dtype}{batch}, passing: {plan.passing}"
+    )
+
+
+def side_by_side(prices: Mapping[LayoutName, LayoutPrice]) -> Table:
+    """The layouts beside one another: the largest figure of any priced rank, or the rank that was asked for."""
+    some = next(iter(prices.values()))
+    lines: Rows = [["", *prices]]
+
+    def line(name: str, show: Callable[[Sequence[RankPrice]], str]) -> None:
+        lines.append([name, *(show(price.ranks) for price in prices.values())])
+
+    lines.append(["branches that cross ranks", *(_crossing(price.plan) for price in prices.values())])
+    line("rows", lambda ranks: f"{max(rank.rows for rank in ranks):,}")
+    line("tiles", lambda ranks: f"{max(rank.tiles for rank in ranks):,}")
+    line("hops", lambda ranks: f"{max(rank.hops for rank in ranks):,}")
+    line("parcels received", lambda ranks: f"{max(rank.parcels_received for rank in ranks):,}")
+    line("sent forward, MiB", lambda ranks: _mebi(max(rank.sent_forward for rank in ranks)))
+    line("sent backward, MiB", lambda ranks: _mebi(max(rank.sent_backward for rank in ranks)))
+    line("work, pairs", lambda ranks: f"{max(rank.work for rank in ranks):.4g}")
+    line("work, 1 = an even share", lambda ranks: f"{max(rank.share for rank in ranks):.3f}")
+    for way in ("forward", "backward"):
+        largest = [_largest_memory(price.ranks, way) for price in prices.values()]
+        lines.append([f"memory {way}, MiB", *(_mebi(memory.total) for memory in largest)])
+        lines.append(["  of it rows held", *(_mebi(memory.rows) for memory in largest)])
+        lines.append(["  of it parcels, at their peak", *(_mebi(memory.parcels) for memory in largest)])
+    if some.is_whole and len(some.ranks) > 1:
+        line("sent by all, MiB", lambda ranks: _mebi(sum(rank.sent_forward + rank.sent_backward for rank in ranks)))
+    return Table(_scope(some), lines)
+
+
+def rank_table(price: LayoutPrice) -> Table:
+    """One line for each rank of a small ring; for a large one the first, the middle, the last and the busiest."""
+    names = "rank, rows, tiles, hops, parcels in, sent fwd, sent bwd, work, memory fwd, memory bwd"
+    lines: Rows = [names.split(", ")]
+    for name, rank in price.listed().items():
+        lines.append(
+            [
+                name,
+                f"{rank.rows:,}",
+                f"{rank.tiles:,}",
+                f"{rank.hops:,}",
+                f"{rank.parcels_received:,}",
+                _mebi(rank.sent_forward),
+                _mebi(rank.sent_backward),
+                f"{rank.share:.3f}",
+                _mebi(rank.memory_forward.total),
+                _mebi(rank.memory_backward.total),
+            ]
+        )
+    return Table(f"{price.plan.layout.name}: each rank, sizes in MiB", lines)
+
+
+def reach_sentences(prices: Mapping[LayoutName, LayoutPrice]) -> list[str]:
+    """How far a token sees and whether anything crosses ranks: one sentence, or one for each layout if they differ."""
+    found = {name: str(price.plan.reach) for name, price in prices.items()}
+    if len(set(found.values())) == 1:
+        return list(found.values())[:1]
+    return [f"{name}: {sentence}" for name, sentence in found.items()]
+
+
+def break_even_sentence(plan: RingPlan, answer: BreakEven, faster: float) -> str:
+    """From what length on the ring pays under the plan's layout, and how much faster it is at the plan's length."""
+    size, tokens, layout = plan.layout.ring_size, plan.layout.rows, plan.layout.name
+    if not answer.pays:
+        return (
+            f"By the model, a ring of {size:,} is never faster than one device, up to {answer.length:,} tokens: "
+            f"there {answer.reason}; one device works {answer.alone.work:.2g} s ({layout})."
+        )
+    shortest = ", the shortest looked at" if answer.length == answer.shortest else ""
+    return (
+        f"By the model, a ring of {size:,} is faster than one device from {'' if shortest else 'about '}"
+        f"{answer.length:,} tokens on{shortest}; with {tokens:,} tokens it is {_times(faster)} as fast ({layout})."
+    )
+
+
+def as_document(
+    dtype: str,
+    prices: Mapping[LayoutName, LayoutPrice],
+    advice: LayoutAdvice | None,
+    known: KnownRates | None,
+    answers: Mapping[LayoutName, tuple[BreakEven, float]],
+    pictures: Sequence[str],
+    warnings: Sequence[str],
+) -> dict[str, Any]:
+    """Everything as one JSON document; bytes and pairs as whole numbers, times in seconds."""
+    plan = next(iter(prices.values())).plan
+    return {
+        "pattern": pattern_text(plan.pattern),
+        "tokens": plan.layout.rows,
+        "ranks": plan.layout.ring_size,
+        "causal": plan.causal,
+        "passing": plan.passing,
+        "dtype": dtype,
+        "sizes": asdict(plan.sizes),
+        "layouts": {
+            name: {
+                "all_ranks_priced": price.is_whole,
+                "reach": asdict(price.plan.reach),
+                "ranks": [asdict(rank) for rank in price.ranks],
+            }
+            for name, price in prices.items()
+        },
+        "advice": {"layout": advice.layout, "reason": advice.reason, "seconds": _seconds(advice)} if advice else None,
+        "rates": {**asdict(known.rates), "sources": known.sources} if known else None,
+        "break_even": {
+            name: {**asdict(answer), "reason": answer.reason, "speedup_at_tokens": faster}
+            for name, (answer, faster) in answers.items()
+        },
+        "pictures": list(pictures),
+        "warnings": list(warnings),
+    }
+
+
+def _seconds(advice: LayoutAdvice) -> dict[str, dict[str, float]]:
+    return {name: {**asdict(time), "total": time.total} for name, time in advice.times.items()}
+
+
+def _scope(price: LayoutPrice) -> str:
+    size, looked_at = price.plan.layout.ring_size, len(price.ranks)
+    if looked_at == 1:
+        return f"Rank {price.ranks[0].rank:,} of {size:,}"
+    if price.is_whole:
+        return "The largest figure of any rank"
+    return f"The largest figure of {looked_at} ranks, an even sample of {size:,}"
+
+
+def _crossing(plan: RingPlan) -> str:
+    return f"{len(plan.reach.crossing)} of {len(plan.pattern.branches(plan.layout.rows))}"
+
+
+def _largest_memory(ranks: Sequence[RankPrice], way: str) -> Memory:
+    found = [rank.memory_forward if way == "forward" else rank.memory_backward for rank in ranks]
+    return max(found, key=lambda memory: memory.total)
+
+
+def _mebi(count: int) -> str:
+    """Mebibytes to about three digits; the unit stands beside them.
+
+    >>> _mebi(3 * 2**18), _mebi(2**24), _mebi(2**31)
+    ('0.75', '16.0', '2,048')
+    """
+    size = count / 2**20
+    return f"{size:,.2f}" if size < 10 else f"{size:,.1f}" if size < 1000 else f"{size:,.0f}"
+
+
+def _times(factor: float) -> str:
+    return f"{factor:.2f} x" if factor < 10 else f"{factor:,.0f} x"

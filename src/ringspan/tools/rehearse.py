@@ -1,0 +1,351 @@
+"""The network of a rehearsal: nothing is sent, so how long parcels would have travelled is computed.
+
+Work is measured by the clock; waiting is what a rank would have waited at given bandwidths, with the work as it was
+measured. The two are kept apart, and reports say which is which.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ringspan import kernels
+from ringspan.engine import walk_backward, walk_forward
+from ringspan.planning import RingPlan
+from ringspan.planning.routes import node_of
+from ringspan.ring.backend import drive
+from ringspan.ring.transport import Counters, Letters
+from ringspan.runtime.device import Device, this_ranks_device
+from ringspan.runtime.launch import run_local_ranks
+from ringspan.tools.measure import Stopwatch, is_disturbed
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """What a rank's links carry each way (bytes/s), and what a hop costs, however small (seconds).
+
+    With ``ranks_per_node``, ``bandwidth`` is that inside a node, and ``bandwidth_across`` that of a rank's share of the
+    links between nodes; with 0, all links are alike.
+    """
+
+    bandwidth: float
+    latency: float = 20e-6
+    ranks_per_node: int = 0
+    bandwidth_across: float = 0.0
+
+    def __post_init__(self) -> None:
+        wanted = ["bandwidth", "bandwidth_across"] if self.ranks_per_node else ["bandwidth"]
+        for name in wanted:
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)}: a rate is more than 0, and finite")
+        if not 0 <= self.latency < math.inf:
+            raise ValueError(f"latency={self.latency}: must be at least 0 seconds, and finite")
+
+    def is_across(self, rank: int, peer: int) -> bool:
+        """Whether a message between two ranks leaves its node."""
+        return bool(self.ranks_per_node) and node_of(rank, self.ranks_per_node) != node_of(peer, self.ranks_per_node)
+
+    def seconds(self, size: int, across: bool) -> float:
+        """How long so many bytes take over one link, alone."""
+        return self.latency + size / (self.bandwidth_across if across else self.bandwidth)
+
+
+class Clock:
+    """Time as the rank would have seen it: measured while it works, computed while it waits.
+
+    Each link carries one flight after the other.
+    """
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._free_at = {False: 0.0, True: 0.0}  # by whether the link leaves the node
+        self.working = self.waiting = 0.0
+        self._since = time.perf_counter()
+
+    @property
+    def now(self) -> float:
+        return self.working + self.waiting
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What happens in this block would not have happened on a real ring: it takes no time."""
+        self.working += time.perf_counter() - self._since
+        try:
+            yield
+        finally:
+            self._since = time.perf_counter()
+
+    def arrival(self, sizes: dict[bool, int]) -> float:
+        """When a flight that is posted now will be over: so many bytes on each kind of link, the busier way."""
+        over = self.now
+        for across, size in sizes.items():
+            if size:
+                start = max(self.now, self._free_at[across])
+                self._free_at[across] = start + self._network.seconds(size, across)
+                over = max(over, self._free_at[across])
+        return over
+
+    def wait_until(self, arrival: float) -> float:
+        """Wait, without waiting; for how long it would have been."""
+        missing = max(0.0, arrival - self.now)
+        self.waiting += missing
+        return missing
+
+
+_POOL_NUMBERS = 2**14  # few, since they count as memory of the rank
+
+
+class StandInMail:
+    """One rank's access to a ring that is not there."""
+
+    def __init__(self, rank: int, network: Network, device: torch.device, synchronize: Callable[[], None]) -> None:
+        self.rank, self.network, self.counters, self.synchronize = rank, network, Counters(), synchronize
+        self._pool = torch.randn(_POOL_NUMBERS, generator=torch.Generator().manual_seed(0)).to(device)
+        self.clock = Clock(network)
+
+    def post(self, sends: Letters, receives: Letters, label: str) -> StandInFlight:
+        self.synchronize()
+        with self.clock.aside():
+            self.counters.count(sends, receives)
+            sizes = {across: max(self._bytes(way, across) for way in (sends, receives)) for across in (False, True)}
+            for _, buffer in receives:
+                self._fill(buffer)
+            self.synchronize()
+            return StandInFlight(self, self.clock.arrival(sizes))
+
+    def _bytes(self, letters: Letters, across: bool) -> int:
+        return sum(x.nbytes for peer, x in letters if self.network.is_across(self.rank, peer) == across)
+
+    def _fill(self, buffer: Tensor) -> None:
+        numbers = buffer.view(-1)
+        for start in range(0, len(numbers), _POOL_NUMBERS):
+            some = numbers[start : start + _POOL_NUMBERS]
+            some.copy_(self._pool[: len(some)])
+
+
+@dataclass(frozen=True)
+class StandInFlight:
+    mail: StandInMail
+    arrival: float
+
+    def wait(self) -> None:
+        self.mail.synchronize()
+        with self.mail.clock.aside():
+            self.mail.counters.waiting_seconds += self.mail.clock.wait_until(self.arrival)
+
+
+@dataclass(frozen=True, slots=True)
+class PassFigures:
+    """One pass of a rank: seconds of work are measured, seconds of waiting computed, bytes and messages counted."""
+
+    working: float
+    waiting: float
+    bytes_sent: int
+    bytes_received: int
+    messages_sent: int
+    peak_parcel_bytes: int
+
+    @property
+    def seconds(self) -> float:
+        return self.working + self.waiting
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsed:
+    """What one rank did. ``peak_growth`` is by how much the process grew, as the system reports it, rows included.
+
+    ``foreign_cores`` are those that other programs kept busy meanwhile; ``disturbed`` if seconds of work say little.
+    """
+
+    rank: int
+    rows: int
+    tiles: int
+    hops: int
+    work: int
+    forward: PassFigures
+    backward: PassFigures | None
+    peak_growth: int
+    bytes_as_planned: bool
+    foreign_cores: float
+    disturbed: bool
+
+    @property
+    def seconds(self) -> float:
+        """Of a whole step: measured work and computed waiting."""
+        return self.forward.seconds + (self.backward.seconds if self.backward else 0.0)
+
+    @property
+    def working(self) -> float:
+        return self.forward.working + (self.backward.working if self.backward else 0.0)
+
+    @property
+    def waiting(self) -> float:
+        return self.forward.waiting + (self.backward.waiting if self.backward else 0.0)
+
+
+def rehearse_rank(plan: RingPlan, rank: int, network: Network, dtype: torch.dtype, *, backward: bool) -> Rehearsed:
+    """Run one rank's plan; best in a process of its own (`ringspan.runtime.launch`), so that its memory is its own.
+
+    Raises nothing that a real rank would not raise; a rank that does not fit runs out of memory here as well.
+    """
+    device = this_ranks_device()
+    _warm_up(device, dtype, plan.sizes.dim)
+    figures: list[PassFigures] = []
+    with Stopwatch() as watch:
+        growth = device.peak_growth(lambda: figures.extend(_run(plan, rank, network, dtype, backward, device)))
+    own = plan.rank(rank)
+    wanted = [plan.bytes_sent(rank), plan.bytes_sent(rank, backward=True)]
+    return Rehearsed(
+        rank=rank,
+        rows=own.rows,
+        tiles=len(own.tiles),
+        hops=len(own.hops) - 1,
+        work=plan.work(rank),
+        forward=figures[0],
+        backward=figures[1] if backward else None,
+        peak_growth=growth,
+        bytes_as_planned=[figure.bytes_sent for figure in figures] == wanted[: len(figures)],
+        foreign_cores=watch.foreign_cores,
+        disturbed=is_disturbed(watch.foreign_cores, watch.seconds),
+    )
+
+
+def _run(
+    plan: RingPlan, rank: int, network: Network, dtype: torch.dtype, backward: bool, device: Device
+) -> list[PassFigures]:
+    own, sizes = plan.rank(rank), plan.sizes
+    kernel = kernels.choose(device.device, dtype).kernel
+    scale = sizes.dim**-0.5
+
+    def rows(heads: int) -> Tensor:
+        shape = (sizes.batch, own.rows, heads, sizes.dim)
+        return torch.empty(shape, dtype=dtype, device=device.device).normal_()
+
+    def new_mail() -> StandInMail:
+        return StandInMail(rank, network, device.device, _synchronize_for(device))
+
+    q, k, v = rows(sizes.heads), rows(sizes.kv_heads), rows(sizes.kv_heads)
+    with torch.no_grad():
+        mail = new_mail()
+        wide_out, lse = drive(walk_forward(own, mail, q, k, v, scale=scale, kernel=kernel))
+        out = wide_out.to(dtype)  # as the operator hands it out
+        del wide_out
+        figures = [_figures(mail)]
+        if backward:
+            grad_out = torch.ones_like(out)
+            mail = new_mail()
+            needs = (True, True, True)
+            walk = walk_backward(own, mail, grad_out, None, q, k, v, out, lse, scale=scale, kernel=kernel, needs=needs)
+            wide = drive(walk)
+            _ = [x.to(dtype) for x in wide if x is not None]
+            figures.append(_figures(mail))
+    return figures
+
+
+def _figures(mail: StandInMail) -> PassFigures:
+    mail.synchronize()
+    with mail.clock.aside():
+        counted = mail.counters
+    return PassFigures(
+        mail.clock.working,
+        mail.clock.waiting,
+        counted.bytes_sent,
+        counted.bytes_received,
+        counted.messages_sent,
+        counted.peak_parcel_bytes,
+    )
+
+
+def _warm_up(device: Device, dtype: torch.dtype, dim: int) -> None:
+    """The first call of a kernel also sets things up: not the rank's work."""
+    kernel = kernels.choose(device.device, dtype).kernel
+    x = torch.ones(1, 1, 64, dim, dtype=dtype, device=device.device)
+    out, lse = kernel.forward(x, x, x, False, 1.0)
+    kernel.backward(torch.ones_like(out), x, x, x, out, lse, False, 1.0, (True, True, True))
+    torch.empty(2**20).normal_()
+
+
+def _synchronize_for(device: Device) -> Callable[[], None]:
+    if device.device.type == "cpu":
+        return lambda: None
+    return lambda: torch.cuda.synchronize(device.device)
+
+
+@dataclass(frozen=True)
+class RehearsedRing:
+    """Rehearsed ranks by the reason for which they were chosen, and the most work that the plan gives to any rank."""
+
+    ranks: dict[str, Rehearsed]
+    most_work: int
+
+    @property
+    def slowest(self) -> Rehearsed:
+        return max(self.ranks.values(), key=lambda rank: rank.seconds)
+
+    @property
+    def step_seconds(self) -> float:
+        """The ring's step, extrapolated: the slowest rehearsed rank, or the busiest by the plan at the slowest pace.
+
+        Waiting is for links alone: ranks that are late, now one and now another, also wait for one another.
+        """
+        pace = max((rank.working / rank.work for rank in self.ranks.values() if rank.work), default=0.0)
+        waiting = max(rank.waiting for rank in self.ranks.values())
+        return max(self.slowest.seconds, pace * self.most_work + waiting)
+
+    @property
+    def peak_growth(self) -> int:
+        return max(rank.peak_growth for rank in self.ranks.values())
+
+    @property
+    def bytes_as_planned(self) -> bool:
+        return all(rank.bytes_as_planned for rank in self.ranks.values())
+
+
+def ranks_worth_rehearsing(plan: RingPlan) -> dict[str, int]:
+    """First, middle, last, and worst by the plan: the one with the most work; each rank once.
+
+    >>> from ringspan.geometry import Documents, Full
+    >>> from ringspan.layout import Layout
+    >>> from ringspan.planning import Sizes
+    >>> ring = RingPlan(Full(), Documents((4096,)), Layout("contiguous", 4096, 8), True, "relay", Sizes())
+    >>> ranks_worth_rehearsing(ring)
+    {'first': 0, 'middle': 4, 'last, worst': 7}
+    """
+    size = plan.layout.ring_size
+    worst = max(plan.sample, key=plan.work)
+    reasons: dict[int, list[str]] = {}
+    for reason, rank in (("first", 0), ("middle", size // 2), ("last", size - 1), ("worst", worst)):
+        reasons.setdefault(rank, []).append(reason)
+    return {", ".join(names): rank for rank, names in reasons.items()}
+
+
+def rehearse_ring(
+    plan: RingPlan,
+    ranks: dict[str, int],
+    network: Network,
+    dtype: torch.dtype,
+    *,
+    backward: bool,
+    threads: int,
+    timeout_seconds: float,
+    on_rank: Callable[[str, Rehearsed], None] | None = None,
+) -> RehearsedRing:
+    """Rehearse some ranks, one after the other, each in a fresh process with so many threads."""
+    found: dict[str, Rehearsed] = {}
+    for reason, rank in ranks.items():
+        (found[reason],) = run_local_ranks(
+            1, _task, plan, rank, network, dtype, backward, threads=threads, timeout_seconds=timeout_seconds
+        )
+        if on_rank is not None:
+            on_rank(reason, found[reason])
+    return RehearsedRing(found, max(plan.work(rank) for rank in plan.sample))
+
+
+def _task(plan: RingPlan, rank: int, network: Network, dtype: torch.dtype, backward: bool) -> Rehearsed:
+    return rehearse_rank(plan, rank, network, dtype, backward=backward)
