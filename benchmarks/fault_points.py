@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from safetensors.torch import save_file
 
 from ringspan.cli import main
-from ringspan.ring import ring as ring_module
+from ringspan.ring import transport
 from ringspan.train import checkpoint
 from ringspan.train.trainer import Trainer
 
@@ -41,7 +41,7 @@ def die() -> NoReturn:
 def arm(point: str, step: int) -> None:
     """Strike this process when it comes to the point in this step."""
     steps: list[int] = []
-    step_as_it_was, post_as_it_was = Trainer._step, ring_module._GroupMail.post
+    step_as_it_was, send_as_it_was = Trainer._step, transport.GroupTransport.send_receive
 
     def take_step(trainer: Trainer, number: int) -> Any:
         steps.append(number)
@@ -49,15 +49,15 @@ def arm(point: str, step: int) -> None:
             die()
         if number == step and point == "launcher":
             os.kill(os.getppid(), signal.SIGKILL)
-            time.sleep(60)  # this rank is busy for long, and the others wait in a hop: only their guards can act
+            time.sleep(60)  # this rank is busy for long, and the others wait in a hop: only their watchdogs can act
         return step_as_it_was(trainer, number)
 
-    def post(mail: Any, sends: Any, receives: Any, label: str) -> Any:
-        flight = post_as_it_was(mail, sends, receives, label)
+    def send_receive(own: Any, sends: Any, receives: Any, label: str) -> Any:
+        pending = send_as_it_was(own, sends, receives, label)
         wanted = {"hop": "parcels", "backward": "gradients"}.get(point, "nothing")
         if steps and steps[-1] == step and label.startswith(wanted) and (sends or receives):
             die()
-        return flight
+        return pending
 
     def save(tensors: Any, path: Path, header: Any) -> None:
         save_file(tensors, path, header)
@@ -70,7 +70,7 @@ def arm(point: str, step: int) -> None:
 
     wrapped: list[tuple[Any, str, Callable[..., Any]]] = [
         (Trainer, "_step", take_step),
-        (ring_module._GroupMail, "post", post),
+        (transport.GroupTransport, "send_receive", send_receive),
         (checkpoint, "save_file", save),
     ]
     if point == "loading":

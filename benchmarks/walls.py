@@ -13,7 +13,7 @@ import torch
 
 import ringspan as rs
 from ringspan.layout import LayoutName
-from ringspan.planning import ByNode, Passing, RingPlan
+from ringspan.planning import ByNode, RingPlan, Routing
 from ringspan.planning.breakeven import Rates, rank_time
 from ringspan.planning.cost import traffic
 
@@ -34,14 +34,14 @@ def longnet(tokens: int) -> rs.Dilated:
     return rs.Dilated(tuple(lengths), tuple(rates))
 
 
-def layer(tokens: int, ranks: int, passing: Passing = "relay", layout: LayoutName = "contiguous") -> RingPlan:
+def layer(tokens: int, ranks: int, routing: Routing = "relay", layout: LayoutName = "contiguous") -> RingPlan:
     return rs.plan(
         longnet(tokens),
         tokens,
         ring_size=ranks,
         layout=layout,
         causal=True,
-        passing=passing,
+        routing=routing,
         heads=32,
         kv_heads=8,
         dim=128,
@@ -71,13 +71,13 @@ def communication(ranks: int) -> dict[str, Any]:
 def nodes(ranks: int) -> dict[str, Any]:
     """Bytes of a forward and a backward pass from node to node, of all ranks together, by how parcels are passed."""
     tokens, per_node = 2**20 * ranks // 8, min(RANKS_PER_NODE, ranks // 2)
-    passings: tuple[Passing, ...] = ("direct", "relay", ByNode(per_node))
+    routings: tuple[Routing, ...] = ("direct", "relay", ByNode(per_node))
     layouts: tuple[LayoutName, ...] = ("contiguous", "zigzag")
     lines = []
     for layout in layouts:
         line: dict[str, Any] = {"layout": layout}
-        for name, passing in zip(("direct", "relay", "by_node"), passings, strict=True):
-            moved = traffic(layer(tokens, ranks, passing, layout), per_node, backward=True)
+        for name, routing in zip(("direct", "relay", "by_node"), routings, strict=True):
+            moved = traffic(layer(tokens, ranks, routing, layout), per_node, backward=True)
             line[name] = {"parcels": moved.parcels_across, "gradients": moved.gradients_across, "inside": moved.inside}
         lines.append(line)
     return {"ranks": ranks, "tokens": tokens, "ranks_per_node": per_node, "lines": lines}

@@ -23,8 +23,10 @@ ALLOWED: dict[str, set[str]] = {
     "engine": {"planning", "kernels", "softmax", "views", "ring", "schedule"},
     "order": {"geometry", "layout"},
     "validation": {"geometry", "kernels"},
-    "execute": {"geometry", "layout", "order", "planning", "ring", "validation"},
-    "_op": {"engine", "execute", "geometry", "kernels", "order", "ring", "softmax"},
+    "execute": {
+        *("engine", "geometry", "kernels", "layout", "order", "planning", "ring", "schedule", "softmax", "validation"),
+    },
+    "_op": {"execute", "geometry", "kernels", "order", "ring"},
     "api": {"_op", "geometry", "order", "ring", "validation"},
     "decoding": {
         *("api", "engine", "geometry", "kernels", "layout", "planning", "ring", "schedule", "softmax", "validation"),

@@ -76,4 +76,4 @@ def test_modules_print_and_copy() -> None:
     ring = rs.SimulatedRing(2)
     spread = rs.nn.MultiheadDilatedAttention(32, 4, segment_lengths=[8], dilation_rates=[1], ring=ring)
     assert copy.deepcopy(spread).attention.ring is ring
-    assert "ring=SimulatedRing(2, layout='zigzag', passing='relay')" in repr(spread)
+    assert "ring=SimulatedRing(2, layout='zigzag', routing='relay')" in repr(spread)

@@ -1,22 +1,22 @@
-"""The engine: runs a rank's plan forward, and runs it backward. The only part that sees all others.
+"""The engine: computes the tiles of a rank's plan, forward and backward. The only part that sees all others.
 
-Both walks are the same: for each tile, take its views, cut them into calls that fit the workspace, and
-let the kernel compute each. Forward merges partial results by the online softmax; backward adds up
-shares of the gradients, which need nothing but the final out and lse (docs/derivation.md).
+Both directions work alike: for each tile, take its views, cut them into calls that fit the workspace, and let the
+kernel compute each. Forward merges partial results by the online softmax; backward adds up shares of the gradients,
+which need nothing but the final out and lse (docs/derivation.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from ringspan.kernels import Kernel, accumulation_dtype
 from ringspan.kernels.kernel import Needs
-from ringspan.planning import Hop, Parcel, RankPlan, Tile
-from ringspan.ring.transport import Counters, Flight, Mail
-from ringspan.schedule import ParcelGradients, Walk, parcel_rows, travel
+from ringspan.planning import Parcel, RankPlan, Tile
+from ringspan.ring.transport import Counters, Transport
+from ringspan.schedule import ParcelGradients, RankRun, parcel_rows, run_schedule
 from ringspan.softmax import merge_, put_
 from ringspan.views import Block, CallSize, Operands, blocks, comb_view, fold
 
@@ -27,31 +27,41 @@ WORKSPACE_BYTES = 16 * 2**20
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-def walk_forward(
-    plan: RankPlan, mail: Mail, q: Tensor, k: Tensor, v: Tensor, *, scale: float, kernel: Kernel
-) -> Generator[Flight, None, tuple[Tensor, Tensor]]:
-    """Output (batch, rows, heads, dim) and lse (batch, heads, rows), both in the accumulation dtype."""
-    q, k, v = (with_dense_rows(x) for x in (q, k, v))
-    wide = accumulation_dtype(q.dtype)
-    batch, rows, heads, _ = q.shape
-    out = q.new_empty(q.shape, dtype=wide)
-    lse = q.new_empty((batch, heads, rows), dtype=wide)
-    if not plan.starts_everywhere:
-        out.zero_()
-        lse.fill_(-torch.inf)
-    query_side = {"q": q, "out": out, "lse": lse.transpose(1, 2)}
+class ForwardRun(RankRun):
+    """One rank's forward pass: ``out`` (batch, rows, heads, dim) and ``lse`` (batch, heads, rows), both in the
+    accumulation dtype.
+    """
 
-    def compute(number: int, hop: Hop, here: dict[Parcel, Tensor]) -> Walk:
-        for tile in hop.tiles:
-            keys, values = (k, v) if tile.parcel is None else parcel_rows(here[tile.parcel], k.shape[2])
+    def __init__(
+        self, plan: RankPlan, transport: Transport, q: Tensor, k: Tensor, v: Tensor, *, scale: float, kernel: Kernel
+    ) -> None:
+        q, k, v = (with_dense_rows(x) for x in (q, k, v))
+        wide = accumulation_dtype(q.dtype)
+        batch, rows, heads, _ = q.shape
+        self.out = q.new_empty(q.shape, dtype=wide)
+        self.lse = q.new_empty((batch, heads, rows), dtype=wide)
+        if not plan.starts_everywhere:
+            self.out.zero_()
+            self.lse.fill_(-torch.inf)
+        super().__init__(plan, transport, k, v, held=(q, k, v, self.out, self.lse))
+        self._query_side = {"q": q, "out": self.out, "lse": self.lse.transpose(1, 2)}
+        self._scale, self._kernel = scale, kernel
+
+    @property
+    def results(self) -> tuple[Tensor, Tensor]:
+        return self.out, self.lse
+
+    def compute(self, number: int) -> None:
+        for tile in self.plan.hop(number).tiles:
+            keys, values = self.rows_of(tile.parcel)
             forward_tile_(
-                tile, query_side, {"k": keys, "v": values}, scale=scale, kernel=kernel, counters=mail.counters
+                tile,
+                self._query_side,
+                {"k": keys, "v": values},
+                scale=self._scale,
+                kernel=self._kernel,
+                counters=self.transport.counters,
             )
-        yield from ()
-
-    with mail.counters.holding(q, k, v, out, lse):
-        yield from travel(plan, mail, k, v, compute)
-    return out, lse
 
 
 def forward_tile_(
@@ -69,67 +79,98 @@ def forward_tile_(
         del part, part_lse  # before the next call makes its own
 
 
-def walk_backward(
-    plan: RankPlan,
-    mail: Mail,
-    grad_out: Tensor | None,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    scale: float,
-    kernel: Kernel,
-    needs: Needs,
-) -> Generator[Flight, None, Gradients]:
-    """Gradients of q, k and v in the accumulation dtype; None for those that nobody needs.
+class BackwardRun(RankRun):
+    """One rank's backward pass: ``results`` are the gradients of q, k and v in the accumulation dtype, or None.
 
-    The gradient of a parcel goes where the parcel goes, or home, after each hop, while the next one is computed.
+    dK and dV of a received parcel are forwarded along its route, or returned to its owner, while the next hop is
+    computed.
     """
-    q, k, v, out = (with_dense_rows(x) for x in (q, k, v, out))
-    wide = accumulation_dtype(q.dtype)
-    dq, dk, dv = (x.new_zeros(x.shape, dtype=wide) if need else None for x, need in zip((q, k, v), needs, strict=True))
-    query_side = _present(
-        q=q,
-        out=out,
-        lse=lse.transpose(1, 2),
-        grad_out=None if grad_out is None else with_dense_rows(grad_out, kernel.contract.zero_strides),
-        grad_lse=None if grad_lse is None else grad_lse.transpose(1, 2),
-        dq=dq,
-    )
-    own_grads = _present(dk=dk, dv=dv)
-    row_bytes = q.shape[-1] * q.element_size() * (3 if grad_lse is None else 6)
-    parcel_grads = ParcelGradients(plan, mail, k, own_grads)
 
-    def compute(number: int, hop: Hop, here: dict[Parcel, Tensor]) -> Walk:
-        away = parcel_grads.zeros(hop)
-        for tile in hop.tiles:
-            key_side = {"k": k, "v": v, **own_grads}
-            if tile.parcel is not None:
-                key_side = dict(zip(("k", "v"), parcel_rows(here[tile.parcel], k.shape[2]), strict=True))
-                if own_grads:
-                    key_side |= zip(("dk", "dv"), parcel_rows(away[tile.parcel], k.shape[2]), strict=True)
-            for x, block in _calls(tile, query_side, key_side, kernel, row_bytes):
-                if grad_out is not None:
-                    operands = (x["grad_out"], x["q"], x["k"], x["v"], x["out"], x["lse"])
-                    shares = kernel.backward(*operands, block.causal, scale, needs)
-                    with mail.counters.holding(*shares):
-                        _add_shares(x, shares)
-                    del shares  # before the next call makes its own
-                if grad_lse is not None:
-                    _add_shares(x, _lse_shares(x, block.causal, scale, kernel, needs))
-        yield from parcel_grads.land()
-        parcel_grads.send(number, hop, away)
+    def __init__(
+        self,
+        plan: RankPlan,
+        transport: Transport,
+        grad_out: Tensor | None,
+        grad_lse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        scale: float,
+        kernel: Kernel,
+        needs: Needs,
+    ) -> None:
+        q, k, v, out = (with_dense_rows(x) for x in (q, k, v, out))
+        wide = accumulation_dtype(q.dtype)
+        dq, dk, dv = (
+            x.new_zeros(x.shape, dtype=wide) if need else None for x, need in zip((q, k, v), needs, strict=True)
+        )
+        self.results: Gradients = dq, dk, dv
+        super().__init__(plan, transport, k, v, held=(q, k, v, out, lse, grad_out, grad_lse, dq, dk, dv))
+        self._query_side = _present(
+            q=q,
+            out=out,
+            lse=lse.transpose(1, 2),
+            grad_out=None if grad_out is None else with_dense_rows(grad_out, kernel.contract.zero_strides),
+            grad_lse=None if grad_lse is None else grad_lse.transpose(1, 2),
+            dq=dq,
+        )
+        self._own_grads = _present(dk=dk, dv=dv)
+        self._row_bytes = q.shape[-1] * q.element_size() * (3 if grad_lse is None else 6)
+        self._scale, self._kernel, self._needs = scale, kernel, needs
+        self._parcel_grads = ParcelGradients(plan, transport, k, self._own_grads)
+        self._shares: dict[Parcel, Tensor] = {}  # of this hop's parcels
 
-    try:
-        with mail.counters.holding(q, k, v, out, lse, grad_out, grad_lse, dq, dk, dv):
-            yield from travel(plan, mail, k, v, compute)
-            yield from parcel_grads.land()
-    finally:
-        parcel_grads.release()
-    return dq, dk, dv
+    def compute(self, number: int) -> None:
+        self._shares = self._parcel_grads.zeros(self.plan.hop(number))
+        for tile in self.plan.hop(number).tiles:
+            key_side = dict(zip(("k", "v"), self.rows_of(tile.parcel), strict=True))
+            if tile.parcel is None:
+                key_side |= self._own_grads
+            elif self._own_grads:
+                key_side |= zip(("dk", "dv"), parcel_rows(self._shares[tile.parcel], self.k.shape[2]), strict=True)
+            for x, block in _calls(tile, self._query_side, key_side, self._kernel, self._row_bytes):
+                self._add_gradients(x, block.causal)
+
+    def _add_gradients(self, x: Operands, causal: bool) -> None:
+        if "grad_out" in x:
+            operands = (x["grad_out"], x["q"], x["k"], x["v"], x["out"], x["lse"])
+            shares = self._kernel.backward(*operands, causal, self._scale, self._needs)
+            with self.transport.counters.holding(*shares):
+                _add_shares(x, shares)
+            del shares  # before the next call makes its own
+        if "grad_lse" in x:
+            _add_shares(x, _lse_shares(x, causal, self._scale, self._kernel, self._needs))
+
+    def wait_for_gradients(self) -> None:
+        self._parcel_grads.wait()
+
+    def return_gradients(self, number: int) -> None:
+        self._parcel_grads.send(number, self.plan.hop(number), self._shares)
+
+    def release(self) -> None:
+        self._parcel_grads.release()
+        super().release()
+
+
+def run_forward(
+    plan: RankPlan, transport: Transport, q: Tensor, k: Tensor, v: Tensor, *, scale: float, kernel: Kernel
+) -> tuple[Tensor, Tensor]:
+    """`ForwardRun` of a single rank, run to its end."""
+    run = ForwardRun(plan, transport, q, k, v, scale=scale, kernel=kernel)
+    run_schedule([run])
+    return run.results
+
+
+def run_backward(
+    plan: RankPlan, transport: Transport, *tensors: Tensor | None, scale: float, kernel: Kernel, needs: Needs
+) -> Gradients:
+    """`BackwardRun` of a single rank, run to its end."""
+    run = BackwardRun(plan, transport, *tensors, scale=scale, kernel=kernel, needs=needs)  # type: ignore[arg-type]
+    run_schedule([run])
+    return run.results
 
 
 def _calls(

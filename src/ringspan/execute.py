@@ -1,84 +1,177 @@
-"""A call of attention that the ranks agree on: who holds which rows, and in which passes they are walked.
+"""One call of attention, forward and backward: agree on the length, plan, run the schedule, merge.
 
-Most calls are one pass over rows as they lie. An order makes rows lie otherwise meanwhile, and with causality it can
-take a pass for each branch (`ringspan.order.passes`); the engine sees rows, and nothing of this.
+Most calls take one pass over the rows as they lie. An order rearranges them for the duration of a pass, and a causal
+call under an order can take one pass per branch (`ringspan.order.passes`); the engine sees rows, and nothing of this.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 from torch import Tensor
 
-from ringspan.geometry import Documents, parse_pattern
+from ringspan.engine import BackwardRun, ForwardRun
+from ringspan.geometry import Documents, Pattern, unselected_warning
+from ringspan.kernels import Kernel
 from ringspan.layout import Layout
-from ringspan.order import Pass, check_fits, parse_order, passes
+from ringspan.order import Order, Pass, check_fits, passes
 from ringspan.planning import Hop, RankPlan, plan_rank
-from ringspan.ring.backend import Players
-from ringspan.ring.transport import Flight, Mail
+from ringspan.ring.agreement import digest, fingerprint
+from ringspan.ring.backend import Backend
+from ringspan.schedule import run_schedule
+from ringspan.softmax import merge_
 from ringspan.validation import without_autocast
 
-Results = tuple[Tensor | None, ...]
-StartWalk = Callable[..., Generator[Flight, None, Results]]  # of a rank's plan, its mail and its rows of the tensors
+TensorsWithRowDim = Sequence[tuple[Tensor | None, int]]
+StartRun = Callable[..., ForwardRun | BackwardRun]  # of a rank's plan, its transport and its rows of the tensors
 
 
 @dataclass(frozen=True)
 class Call:
-    """What is computed, by whom, and in which passes."""
+    """What is computed, apart from the tensors, and on which ring."""
 
-    players: Players
-    layout: Layout
-    documents: Documents
+    pattern: Pattern
+    order: Order | None
     causal: bool
-    batch: int
-    kv_heads: int
-    passes: tuple[Pass, ...]
+    scale: float
+    kernel: Kernel
+    backend: Backend
 
-    @staticmethod
-    def of(
-        players: Players, layout: Layout, k: Tensor, lengths: Tensor | None, pattern: str, order: str, causal: bool
-    ) -> Call:
-        """The call with these arguments of the operator; raises if documents or order do not fit the rows."""
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, seq_len: int | None, needs: Sequence[bool]
+    ) -> tuple[Tensor, Tensor, int]:
+        """Output, lse, and the length of the whole sequence as the ranks agreed on it."""
+        layout = self.backend.agree(q.shape[1], lambda: self._metadata(q, k, v, lengths, needs), seq_len, q)
+        if seq_len is None:
+            _warn_if_transposed(layout.rows, q.shape[2])
+        _warn_if_unselected(self.pattern, layout.rows, k.shape[2])
+        start = partial(ForwardRun, scale=self.scale, kernel=self.kernel)
+        ranks: list[list[Any]] = []
+        for rows in self._passes(layout, lengths):
+            parts = rows.run(k, [(q, 1), (k, 1), (v, 1)], start, row_dims=(1, 2))
+            for (out, lse), (part, part_lse) in zip(ranks, parts, strict=False):
+                merge_(out.transpose(1, 2), lse, part.transpose(1, 2), part_lse)
+            ranks = ranks or parts
+        outs, lses = zip(*ranks, strict=True)
+        out = self.backend.unshard(layout, [out.to(q.dtype) for out in outs], 1)
+        return out, self.backend.unshard(layout, list(lses), 2), layout.rows
+
+    def backward(
+        self,
+        grad_out: Tensor | None,
+        grad_lse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        lengths: Tensor | None,
+        seq_len: int,
+        needs: tuple[bool, bool, bool],
+    ) -> list[Tensor | None]:
+        """Gradients of q, k and v; None for each that is not needed."""
+        layout = self.backend.agree(q.shape[1], dict, seq_len, q)
+        tensors = [(grad_out, 1), (grad_lse, 2), (q, 1), (k, 1), (v, 1), (out, 1), (lse, 2)]
+        start = partial(BackwardRun, scale=self.scale, kernel=self.kernel, needs=needs)
+        ranks: list[list[Any]] = []
+        for rows in self._passes(layout, lengths):
+            shares = rows.run(k, tensors, start, row_dims=(1, 1, 1))
+            for total, share in zip(ranks, shares, strict=False):
+                for grad, more in zip(total, share, strict=True):
+                    if grad is not None:
+                        grad.add_(more)
+            ranks = ranks or shares
+        return [
+            self.backend.unshard(layout, [grad.to(q.dtype) for grad in grads], 1) if need else None
+            for grads, need in zip(zip(*ranks, strict=True), needs, strict=True)
+        ]
+
+    def _passes(self, layout: Layout, lengths: Tensor | None) -> list[_PassOverRows]:
+        """The passes of the call; raises if documents or order do not fit the rows."""
         documents = Documents((layout.rows,) if lengths is None else tuple(lengths.tolist()))
         documents.check_rows(layout.rows)
-        wanted = parse_order(order) if order else None
-        found = passes(parse_pattern(pattern), wanted, causal)
-        if wanted is not None:
-            check_fits(wanted, documents, layout, moves=any(one.order is not None for one in found))
-        return Call(players, layout, documents, causal, k.shape[0], k.shape[2], found)
+        found = passes(self.pattern, self.order, self.causal)
+        if self.order is not None:
+            check_fits(self.order, documents, layout, moves=any(one.order is not None for one in found))
+        return [_PassOverRows(one, self.backend, layout, documents) for one in found]
 
-    def walk(
-        self, one: Pass, tensors: Sequence[tuple[Tensor | None, int]], start: StartWalk, row_dims: Sequence[int]
-    ) -> list[list[Any]]:
-        """Walk a pass: what each rank played here finds, with its rows as they were before.
+    def _metadata(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, needs: Sequence[bool]
+    ) -> dict[str, Any]:
+        """What ranks must agree on, and the fingerprint of their rows."""
+        batch, _, heads, dim = q.shape
+        return {
+            "call": "attention",
+            "batch, heads, kv_heads, dim": (batch, heads, k.shape[2], dim),
+            "dtype": str(q.dtype),
+            "lengths": None if lengths is None else digest(str(lengths.tolist())),
+            "who needs gradients (q, k, v)": tuple(needs),
+            "fingerprint": fingerprint(q, k, v),
+            "pattern": digest(self.pattern.text),
+            "order": digest(self.order.text if self.order else ""),
+            "causal": str(self.causal),
+            "scale": str(self.scale),
+        }
+
+
+@dataclass(frozen=True)
+class _PassOverRows:
+    """One pass of a call, over rows whose layout the ranks have agreed on."""
+
+    one: Pass
+    backend: Backend
+    layout: Layout
+    documents: Documents
+
+    def run(self, k: Tensor, tensors: TensorsWithRowDim, start: StartRun, row_dims: Sequence[int]) -> list[list[Any]]:
+        """Run the pass on every rank of this process; each rank's results, with its rows as they were before.
 
         ``tensors`` come with the dimension of their rows; ``row_dims`` are those of the results.
         """
-        walks, arrangements = [], []
-        for rank, mail, parts in self.players.deal(self.layout, tensors):
-            device = next(x.device for x in parts if x is not None)
-            arranged = one.arrangement(self.documents, self.layout, rank, device)
+        runs, arrangements = [], []
+        for rank, transport, parts in self.backend.shard(self.layout, tensors):
+            device = k.device
+            arranged = self.one.arrangement(self.documents, self.layout, rank, device)
             rows = [
                 x if arranged is None else arranged.arrange(x, dim) for x, (_, dim) in zip(parts, tensors, strict=True)
             ]
-            walks.append(self._start(one, rank, mail, rows, start))
+            runs.append(start(self._plan(rank, k), transport, *rows))
             arrangements.append(arranged)
-        del rows, parts  # copies in another order are as large as the rows: they go as soon as their walk is over
-        with without_autocast(device):
-            found = [list(results) for results in self.players.run(walks)]
-        for results, lay in zip(found, arrangements, strict=True):
+        del rows, parts
+        with without_autocast(k.device):
+            run_schedule(runs)
+        found = [list(run.results) for run in runs]
+        del runs  # rearranged copies are as large as the rows: free them before the results are put back in order
+        for results, arranged in zip(found, arrangements, strict=True):
             for i, (x, dim) in enumerate(zip(results, row_dims, strict=True)):
-                results[i] = x if lay is None or x is None else lay.restore(x, dim)
+                results[i] = x if arranged is None or x is None else arranged.restore(x, dim)
         return found
 
-    def _start(
-        self, one: Pass, rank: int, mail: Mail, parts: list[Any], start: StartWalk
-    ) -> Generator[Flight, None, Results]:
-        if self.batch == 0:  # nothing to compute and nothing to send
-            plan = RankPlan(rank, self.layout.rows_of(rank), self.kv_heads, (Hop(),), ())
-        else:
-            passing = self.players.passing
-            plan = plan_rank(one.pattern, self.documents, self.layout, rank, self.kv_heads, self.causal, passing)
-        return start(plan, mail, *parts)
+    def _plan(self, rank: int, k: Tensor) -> RankPlan:
+        batch, _, kv_heads, _ = k.shape
+        if batch == 0:  # nothing to compute and nothing to send
+            return RankPlan(rank, self.layout.rows_of(rank), kv_heads, (Hop(),), ())
+        one = self.one
+        return plan_rank(one.pattern, self.documents, self.layout, rank, kv_heads, one.causal, self.backend.routing)
+
+
+@lru_cache(maxsize=256)
+def _warn_if_transposed(rows: int, heads: int) -> None:
+    """Many heads over few rows: probably a tensor of another layout."""
+    if heads >= 64 and 4 * rows <= heads:
+        warnings.warn(
+            f"q has {heads} heads over a sequence of {rows} rows. ringspan takes (batch, seq, heads, dim): if yours is "
+            "(batch, heads, seq, dim), as in torch's scaled_dot_product_attention, pass x.transpose(1, 2).",
+            stacklevel=2,
+        )
+
+
+@lru_cache(maxsize=256)
+def _warn_if_unselected(pattern: Pattern, rows: int, kv_heads: int) -> None:
+    warning = unselected_warning(pattern, rows, kv_heads)
+    if warning:
+        warnings.warn(warning, stacklevel=2)

@@ -1,12 +1,12 @@
-"""The hop loop of a rank: post the next hop's parcels, compute this hop's tiles, return gradients.
+"""The hop loop: post the next hop's parcels, compute this hop's tiles, wait, repeat; gradients return to their owners.
 
-Knows the plan and the transport, but no kernel and no softmax."""
+Knows plans, transports and buffers, but no kernel and no softmax: what a hop computes is up to the engine.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,11 +15,154 @@ from torch import Tensor
 from ringspan.geometry import Documents, Pattern
 from ringspan.planning import Hop, Packing, Parcel, RankPlan, plan_rank
 from ringspan.ring import Ring
-from ringspan.ring.transport import Flight, Mail
+from ringspan.ring.transport import PendingWork, Transport
 from ringspan.views import Operands, comb_view
 
-Walk = Generator[Flight, None, None]
 _CLOSE_FIT = 1.1
+
+
+def run_schedule(runs: Sequence[RankRun]) -> None:
+    """Run the hops of every rank in this process: one on a real ring, all of them on a simulated one.
+
+    Ranks of one process run in lockstep, so whatever a rank waits for has been posted before. There is no barrier.
+    """
+    try:
+        for run in runs:
+            run.post(1)
+        for hop in range(max(len(run.plan.hops) for run in runs)):
+            if hop:
+                for run in runs:
+                    run.wait(hop)
+                for run in runs:
+                    run.post(hop + 1)
+            for run in runs:
+                run.compute(hop)
+            for run in runs:
+                run.wait_for_gradients()
+            for run in runs:
+                run.return_gradients(hop)
+        for run in runs:
+            run.wait_for_gradients()
+    finally:
+        for run in runs:
+            run.release()
+
+
+class RankRun:
+    """One rank's part of a call. `run_schedule` drives it; subclasses say what a hop computes.
+
+    ``k`` and ``v`` are the rank's own rows; ``held`` are all tensors that live as long as the run, for the counters.
+    """
+
+    def __init__(
+        self, plan: RankPlan, transport: Transport, k: Tensor, v: Tensor, held: Sequence[Tensor | None]
+    ) -> None:
+        self.plan, self.transport, self.k, self.v = plan, transport, k, v
+        self.parcels: dict[Parcel, Tensor] = {}  # received, and still needed
+        self._buffers = Buffers(transport, k, k.dtype)
+        self._packings = {packing.parcel: packing for packing in plan.packings}
+        self._last_hop = _last_hop_of_each(plan)
+        self._packed: list[Tensor] = []
+        self._pending: PendingWork | None = None
+        self._held_bytes = transport.counters.hold(*held)
+
+    def post(self, number: int) -> None:
+        """Start sending and receiving the parcels of a hop."""
+        hop = self.plan.hop(number)
+        sends = []
+        for message in hop.sends:
+            buffer = self.parcels.get(message.parcel)
+            if buffer is None:  # an own parcel: anything else was received before it is passed on
+                packing = self._packings[message.parcel]
+                buffer = _pack(packing, self._buffers.take(message.parcel), self.k, self.v)
+                self._packed.append(buffer)
+            sends.append((message.peer, buffer))
+        self.parcels |= {message.parcel: self._buffers.take(message.parcel) for message in hop.receives}
+        receives = [(message.peer, self.parcels[message.parcel]) for message in hop.receives]
+        self._pending = self.transport.send_receive(sends, receives, f"parcels of hop {number}")
+        self._buffers.trim()  # what this hop did not need, the next will not need either
+
+    def wait(self, number: int) -> None:
+        """Wait for the parcels of a hop, and give up the buffers that nobody needs any more."""
+        assert self._pending is not None
+        self._pending.wait()
+        self._buffers.give_back(self._packed)
+        self._packed.clear()
+        done = [parcel for parcel in self.parcels if self._last_hop[parcel] <= number]
+        self._buffers.give_back([self.parcels.pop(parcel) for parcel in done])
+
+    def rows_of(self, parcel: Parcel | None) -> tuple[Tensor, Tensor]:
+        """Keys and values of a received parcel, or the rank's own."""
+        return (self.k, self.v) if parcel is None else parcel_rows(self.parcels[parcel], self.k.shape[2])
+
+    def compute(self, number: int) -> None:
+        """Compute the tiles of a hop. Without a subclass: nothing, which leaves communication alone."""
+
+    def wait_for_gradients(self) -> None:
+        """Wait for the gradients that were posted after the hop before. Only backward has any."""
+
+    def return_gradients(self, number: int) -> None:
+        """Start sending the gradients of a hop's parcels towards their owners. Only backward has any."""
+
+    def release(self) -> None:
+        """The run is over, successfully or not: free the buffers."""
+        self._buffers.release()
+        self.transport.counters.hold_bytes(-self._held_bytes)
+
+
+class ParcelGradients:
+    """Gradients of parcels: each follows its parcel one hop behind, and grows by the share of every rank on the way.
+
+    ``own`` holds the gradients "dk" and "dv" of the rank's own rows, in the accumulation dtype. If it is empty, no rank
+    needs any, and nothing is sent.
+    """
+
+    def __init__(self, plan: RankPlan, transport: Transport, like: Tensor, own: Operands) -> None:
+        self._rank, self._transport, self._own = plan.rank, transport, own
+        self._packings = {packing.parcel: packing for packing in plan.packings}
+        self._buffers = Buffers(transport, like, next((x.dtype for x in own.values()), like.dtype))
+        self._pending: list[tuple[PendingWork, list[Tensor], list[tuple[Parcel, Tensor]]]] = []
+        self._partial: dict[Parcel, Tensor] = {}  # sums of earlier ranks, for parcels that this rank has yet to use
+
+    def zeros(self, hop: Hop) -> dict[Parcel, Tensor]:
+        """For this rank's shares of the gradients of a hop's parcels."""
+        return {m.parcel: self._buffers.take(m.parcel).zero_() for m in hop.receives if self._own}
+
+    def send(self, number: int, hop: Hop, shares: dict[Parcel, Tensor]) -> None:
+        """Add the sums of earlier ranks to this rank's shares, and send them to the next rank on the route, or home."""
+        if not self._own:
+            return
+        for parcel in [*self._partial]:
+            if parcel in shares:
+                shares[parcel].add_(self._partial[parcel])
+                self._buffers.give_back([self._partial.pop(parcel)])
+        incoming = [(message, self._buffers.take(message.parcel)) for message in hop.gradients_in]
+        sends = [(message.peer, shares[message.parcel]) for message in hop.gradients_out]
+        receives = [(message.peer, buffer) for message, buffer in incoming]
+        pending = self._transport.send_receive(sends, receives, f"gradients of hop {number}")
+        self._pending.append((pending, [*shares.values()], [(message.parcel, buffer) for message, buffer in incoming]))
+
+    def wait(self) -> None:
+        """Wait for what was sent last: add gradients of own parcels, keep others until their parcel is used."""
+        while self._pending:
+            pending, sent, received = self._pending.pop()
+            pending.wait()
+            self._buffers.give_back(sent)
+            for parcel, buffer in received:
+                if parcel.owner == self._rank:
+                    self._add_to_own(self._packings[parcel], buffer)
+                    self._buffers.give_back([buffer])
+                else:
+                    self._partial[parcel] = buffer
+
+    def _add_to_own(self, packing: Packing, buffer: Tensor) -> None:
+        for own_rows, parcel_rows_ in packing.combs:
+            for name, rows in zip(("dk", "dv"), parcel_rows(buffer, 1), strict=True):
+                if name in self._own:
+                    comb_view(self._own[name], own_rows).add_(comb_view(rows, parcel_rows_))
+
+    def release(self) -> None:
+        self._buffers.release()
 
 
 class Buffers:
@@ -28,8 +171,8 @@ class Buffers:
     The parcels of a branch differ by a row or two from hop to hop: a buffer serves every parcel that nearly fills it.
     """
 
-    def __init__(self, mail: Mail, like: Tensor, dtype: torch.dtype) -> None:
-        self._counters, self._like, self._dtype = mail.counters, like, dtype
+    def __init__(self, transport: Transport, like: Tensor, dtype: torch.dtype) -> None:
+        self._counters, self._like, self._dtype = transport.counters, like, dtype
         self._free: list[Tensor] = []
         self._lent: dict[int, Tensor] = {}
 
@@ -41,7 +184,7 @@ class Buffers:
         if fitting:
             memory = self._free.pop(fitting[0])
         else:
-            self._let_go(size)
+            self._make_room(size)
             memory = self._like.new_empty(size, dtype=self._dtype)
             self._counters.hold_parcel(memory.nbytes)
         self._lent[memory.data_ptr()] = memory
@@ -50,21 +193,21 @@ class Buffers:
     def give_back(self, buffers: Iterable[Tensor]) -> None:
         self._free += [self._lent.pop(buffer.data_ptr()) for buffer in buffers]
 
-    def _let_go(self, size: int) -> None:
-        """Make room for a new buffer: as much unused memory goes as will come."""
+    def _make_room(self, size: int) -> None:
+        """Free as much unused memory as a new buffer takes."""
         while self._free and size > 0:
             memory = self._free.pop()
             self._counters.hold_parcel(-memory.nbytes)
             size -= memory.numel()
 
     def trim(self) -> None:
-        """Let all unused memory go."""
+        """Free all unused memory."""
         for memory in self._free:
             self._counters.hold_parcel(-memory.nbytes)
         self._free = []
 
     def release(self) -> None:
-        """The walk is over: everything goes."""
+        """Free everything."""
         self._free += self._lent.values()
         self._lent = {}
         self.trim()
@@ -77,107 +220,15 @@ def parcel_rows(buffer: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-def travel(
-    plan: RankPlan, mail: Mail, k: Tensor, v: Tensor, compute: Callable[[int, Hop, dict[Parcel, Tensor]], Walk]
-) -> Walk:
-    """Walk the hops: wait for this one's parcels, post the next one's, compute. ``k`` and ``v`` are the rank's rows."""
-    buffers = Buffers(mail, k, k.dtype)
-    packings = {packing.parcel: packing for packing in plan.packings}
-    last_hop = _last_hop_of_each(plan)
-    here: dict[Parcel, Tensor] = {}
-    packed: list[Tensor] = []
-
-    def post(number: int) -> Flight:
-        hop = plan.hops[number] if number < len(plan.hops) else Hop()
-        sends = []
-        for message in hop.sends:
-            if message.parcel in packings:
-                packed.append(_pack(packings[message.parcel], buffers.take(message.parcel), k, v))
-                sends.append((message.peer, packed[-1]))
-            else:
-                sends.append((message.peer, here[message.parcel]))
-        here.update({message.parcel: buffers.take(message.parcel) for message in hop.receives})
-        return mail.post(sends, [(m.peer, here[m.parcel]) for m in hop.receives], f"parcels of hop {number}")
-
-    try:
-        flight = post(1)
-        for number, hop in enumerate(plan.hops):
-            if number:
-                yield flight
-                buffers.give_back(packed)
-                packed.clear()
-                buffers.give_back([here.pop(parcel) for parcel in [*here] if last_hop[parcel] <= number])
-                flight = post(number + 1)
-            buffers.trim()  # what this post did not need, the next will not need either
-            yield from compute(number, hop, here)
-    finally:
-        buffers.release()
-
-
-class ParcelGradients:
-    """Gradients of parcels: each follows its parcel, one step behind, grows on the way, and is added at home.
-
-    ``own`` holds the gradients "dk" and "dv" of the rank's own rows, in the accumulation dtype; if it is empty, nobody
-    wants any, and nothing is sent.
-    """
-
-    def __init__(self, plan: RankPlan, mail: Mail, like: Tensor, own: Operands) -> None:
-        self._rank, self._mail, self._own = plan.rank, mail, own
-        self._packings = {packing.parcel: packing for packing in plan.packings}
-        self._buffers = Buffers(mail, like, next((x.dtype for x in own.values()), like.dtype))
-        self._flying: list[tuple[Flight, list[Tensor], list[tuple[Parcel, Tensor]]]] = []
-        self._waiting: dict[Parcel, Tensor] = {}  # of parcels that are still to be used here, from ranks before
-
-    def zeros(self, hop: Hop) -> dict[Parcel, Tensor]:
-        """For the shares of this rank in the gradients of a hop's parcels."""
-        return {m.parcel: self._buffers.take(m.parcel).zero_() for m in hop.receives if self._own}
-
-    def send(self, number: int, hop: Hop, shares: dict[Parcel, Tensor]) -> None:
-        """Add what came from ranks before, and send the sums on: to the next rank on the route, or home."""
-        if not self._own:
-            return
-        for parcel in [*self._waiting]:
-            if parcel in shares:
-                shares[parcel].add_(self._waiting[parcel])
-                self._buffers.give_back([self._waiting.pop(parcel)])
-        coming = [(message, self._buffers.take(message.parcel)) for message in hop.gradients_in]
-        going = [(message.peer, shares[message.parcel]) for message in hop.gradients_out]
-        flight = self._mail.post(going, [(m.peer, buffer) for m, buffer in coming], f"gradients of hop {number}")
-        self._flying.append((flight, [*shares.values()], [(m.parcel, buffer) for m, buffer in coming]))
-
-    def land(self) -> Walk:
-        """Wait for what was sent after the hop before: what comes home is added, the rest waits for its parcel."""
-        while self._flying:
-            flight, gone, come = self._flying.pop()
-            yield flight
-            self._buffers.give_back(gone)
-            for parcel, buffer in come:
-                if parcel.owner == self._rank:
-                    self._add_home(self._packings[parcel], buffer)
-                    self._buffers.give_back([buffer])
-                else:
-                    self._waiting[parcel] = buffer
-
-    def _add_home(self, packing: Packing, buffer: Tensor) -> None:
-        for mine, there in packing.combs:
-            for name, rows in zip(("dk", "dv"), parcel_rows(buffer, 1), strict=True):
-                if name in self._own:
-                    comb_view(self._own[name], mine).add_(comb_view(rows, there))
-
-    def release(self) -> None:
-        """The walk is over: all memory goes."""
-        self._buffers.release()
-
-
 def _pack(packing: Packing, buffer: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    for mine, there in packing.combs:
+    for own_rows, parcel_rows_ in packing.combs:
         for x, rows in zip((k, v), parcel_rows(buffer, 1), strict=True):
-            comb_view(rows, there).copy_(comb_view(x, mine))
+            comb_view(rows, parcel_rows_).copy_(comb_view(x, own_rows))
     return buffer
 
 
 def _last_hop_of_each(plan: RankPlan) -> dict[Parcel, int]:
-    """The hop at whose beginning a received parcel is no longer needed: it is computed, and passed on if need be."""
+    """The hop at whose start a received parcel is no longer needed: it has been used, and passed on if necessary."""
     last: dict[Parcel, int] = {}
     for number, hop in enumerate(plan.hops):
         for message in hop.sends:
@@ -187,19 +238,15 @@ def _last_hop_of_each(plan: RankPlan) -> dict[Parcel, int]:
     return last
 
 
-def travel_seconds(ring: Ring, pattern: Pattern, seq_len: int, k: Tensor, v: Tensor, *, causal: bool) -> float:
-    """Seconds that this rank waits in a forward walk of the real plan, with real parcels, that computes nothing.
+def communication_seconds(ring: Ring, pattern: Pattern, seq_len: int, k: Tensor, v: Tensor, *, causal: bool) -> float:
+    """Seconds that this rank waits in a forward pass that sends all its parcels but computes nothing.
 
-    ``k`` and ``v`` are the rank's rows. All ranks call this together; counters start anew.
+    ``k`` and ``v`` are the rank's rows. A collective: all ranks call it together. Resets the ring's counters.
     """
     layout = ring.layout_of(seq_len)
-    plan = plan_rank(pattern, Documents((seq_len,)), layout, ring.rank, k.shape[2], causal, ring.passing)
-
-    def compute_nothing(number: int, hop: Hop, here: dict[Any, Tensor]) -> Walk:
-        yield from ()
-
-    ((_, mail, (keys, values)),) = ring.deal(layout, [(k, 1), (v, 1)])
+    plan = plan_rank(pattern, Documents((seq_len,)), layout, ring.rank, k.shape[2], causal, ring.routing)
+    ((_, transport, (keys, values)),) = ring.shard(layout, [(k, 1), (v, 1)])
     dist.barrier(ring.group)
     ring.reset_counters()
-    ring.run([travel(plan, mail, keys, values, compute_nothing)])
+    run_schedule([RankRun(plan, transport, keys, values, ())])
     return ring.counters.waiting_seconds

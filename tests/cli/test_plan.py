@@ -40,7 +40,7 @@ def run_json(*arguments: str) -> dict:  # type: ignore[type-arg]
     return json.loads(result.stdout)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("options", [(), ("--no-causal", "--passing", "direct", "--batch", "2", "--dtype", "bfloat16")])
+@pytest.mark.parametrize("options", [(), ("--no-causal", "--routing", "direct", "--batch", "2", "--dtype", "bfloat16")])
 def test_figures_are_those_of_the_plan(options: tuple[str, ...]) -> None:
     found = run_json("--no-measure", "--kv-heads", "2", "--tokens", "32k", *options)
     for layout in ("contiguous", "zigzag"):
@@ -50,7 +50,7 @@ def test_figures_are_those_of_the_plan(options: tuple[str, ...]) -> None:
             ring_size=4,
             layout=layout,  # type: ignore[arg-type]
             causal=not options,
-            passing="direct" if options else "relay",
+            routing="direct" if options else "relay",
             kv_heads=2,
             batch=2 if options else 1,
             dtype=torch.bfloat16 if options else torch.float32,

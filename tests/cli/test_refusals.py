@@ -27,7 +27,7 @@ from ringspan.cli.app import app
         ("plan --pattern 2048", ["--pattern", "'2048': say full, or SEGMENTxRATE pairs"]),
         ("plan --rank 4", ["--rank", "4: must lie in 0 .. 3"]),
         ("plan --layout round", ["--layout", "'round': must be 'contiguous' or 'zigzag', or both"]),
-        ("plan --passing thrown", ["passing='thrown': must be 'relay' or 'direct'"]),
+        ("plan --routing thrown", ["routing='thrown': must be 'relay' or 'direct'"]),
         ("plan --dtype int8", ["dtype='int8': must be one of float64, float32, bfloat16, float16"]),
         ("plan --heads 6 --kv-heads 4", ["the KV heads must divide the query heads"]),
         ("plan --flops 0", ["flops=0.0: a rate is more than 0"]),

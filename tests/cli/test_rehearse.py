@@ -32,11 +32,11 @@ def test_a_page_for_people() -> None:
 def test_one_document() -> None:
     result = CliRunner().invoke(
         app,
-        ["rehearse", *SMALL, "--ranks", "16", "--backward", "--ranks-per-node", "4", "--passing", "nodes", "--json"],
+        ["rehearse", *SMALL, "--ranks", "16", "--backward", "--ranks-per-node", "4", "--routing", "nodes", "--json"],
     )
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
-    assert found["passing"] == "relay by nodes of 4"
+    assert found["routing"] == "relay by nodes of 4"
     assert found["bytes_as_planned"] is True
     reasons = ", ".join(rank["reason"] for rank in found["rehearsed"])
     assert all(word in reasons for word in ("first", "middle", "last", "worst"))
@@ -53,8 +53,8 @@ def test_one_document() -> None:
     [
         (["--ranks", "4", "--rank", "4"], "4: must lie in 0 .. 3"),
         (["--tokens", "1e12", "--ranks", "2"], "a rank needs"),
-        (["--passing", "nodes"], "--passing nodes needs to know them: give --ranks-per-node"),
-        (["--passing", "thrown"], "passing='thrown': must be 'relay' or 'direct', or ByNode"),
+        (["--routing", "nodes"], "--routing nodes needs to know them: give --ranks-per-node"),
+        (["--routing", "thrown"], "routing='thrown': must be 'relay' or 'direct', or ByNode"),
         (["--bandwidth", "0"], "bandwidth=0.0: a rate is more than 0"),
         (["--layout", "round"], "layout='round'"),
         (["--dtype", "int8"], "'int8': must be"),

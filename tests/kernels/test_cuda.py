@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ringspan.engine import walk_backward, walk_forward
+from ringspan.engine import run_backward, run_forward
 from ringspan.geometry import Dilated, Documents
 from ringspan.kernels import Kernel, cuda
 from ringspan.layout import Layout
@@ -117,18 +117,17 @@ def test_private_operators_are_still_what_we_think(name: str, arguments: str) ->
 @pytest.mark.parametrize(("kernel", "dtype"), CASES, ids=ident)
 @pytest.mark.parametrize("kv_heads", [1, 4])
 def test_the_engine_calls_it_within_its_contract(kernel: Kernel, dtype: torch.dtype, kv_heads: int) -> None:
-    """The whole walk over fake CUDA tensors: GQA, dilation, odd lengths, lse gradients."""
+    """The whole call over fake CUDA tensors: GQA, dilation, odd lengths, lse gradients."""
     pattern, layout = Dilated((64, 200), (1, 3), shift=5), Layout("contiguous", 377, 1)
     plan = plan_rank(pattern, Documents((300, 77)), layout, 0, kv_heads, True)
-    ((_, mail, _),) = ALONE.deal(layout, [])
+    ((_, transport, _),) = ALONE.shard(layout, [])
     with FakeTensorMode():
         q = torch.empty(2, 377, 4, 64, dtype=dtype, device="cuda")
         k = torch.empty(2, 377, kv_heads, 64, dtype=dtype, device="cuda")
-        ((out, lse),) = ALONE.run([walk_forward(plan, mail, q, k, k, scale=0.125, kernel=kernel)])
+        out, lse = run_forward(plan, transport, q, k, k, scale=0.125, kernel=kernel)
         assert (out.shape, out.dtype, lse.shape) == (q.shape, lse.dtype, (2, 4, 377))
         out = out.to(dtype)
-        walk = walk_backward(
-            plan, mail, out, lse, q, k, k, out, lse, scale=0.125, kernel=kernel, needs=(True, True, True)
+        dq, dk, dv = run_backward(
+            plan, transport, out, lse, q, k, k, out, lse, scale=0.125, kernel=kernel, needs=(True, True, True)
         )
-        ((dq, dk, dv),) = ALONE.run([walk])
         assert [(x.shape, x.dtype) for x in (dq, dk, dv) if x is not None] == [(x.shape, lse.dtype) for x in (q, k, k)]

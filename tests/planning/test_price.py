@@ -25,8 +25,8 @@ def test_full_contiguous_causal_is_not_balanced() -> None:
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_both_ways_of_passing_move_the_same_bytes(layout: str, causal: bool) -> None:
     plans = [
-        rs.plan(PATTERN, 32768, ring_size=4, layout=layout, causal=causal, passing=passing)  # type: ignore[arg-type]
-        for passing in ("relay", "direct")
+        rs.plan(PATTERN, 32768, ring_size=4, layout=layout, causal=causal, routing=routing)  # type: ignore[arg-type]
+        for routing in ("relay", "direct")
     ]
     for backward in (False, True):
         totals = {sum(plan.bytes_sent(rank, backward=backward) for rank in range(4)) for plan in plans}
@@ -113,7 +113,7 @@ def test_best_layout_says_why() -> None:
         (dict(lengths=(3,)), "lengths add up to 3"),
         (dict(heads=6, kv_heads=4), "the KV heads must divide"),
         (dict(batch=0), "batch=0: must be at least 1"),
-        (dict(passing="Relay"), "passing='Relay': must be 'relay' or 'direct'"),
+        (dict(routing="Relay"), "routing='Relay': must be 'relay' or 'direct'"),
     ],
 )
 def test_bad_input(change: dict, words: str) -> None:  # type: ignore[type-arg]

@@ -20,9 +20,9 @@ def rings(draw: st.DrawFn) -> tuple[list[RankPlan], Layout, dict]:  # type: igno
     sizes = draw(lengths())
     layout = Layout(draw(st.sampled_from(["contiguous", "zigzag"])), sum(sizes), draw(st.integers(1, 6)))
     pattern, kv_heads, causal = draw(patterns()), draw(st.integers(1, 5)), draw(st.booleans())
-    passing = draw(st.sampled_from(["relay", "direct", ByNode(1), ByNode(2), ByNode(3)]))
+    routing = draw(st.sampled_from(["relay", "direct", ByNode(1), ByNode(2), ByNode(3)]))
     plans = [
-        plan_rank(pattern, Documents(sizes), layout, rank, kv_heads, causal, passing)
+        plan_rank(pattern, Documents(sizes), layout, rank, kv_heads, causal, routing)
         for rank in range(layout.ring_size)
     ]
     count = multiplicity(pattern, sum(sizes), kv_heads, causal=causal, lengths=sizes)

@@ -17,9 +17,9 @@ from tests.strategies import lengths, patterns
 LONG = rs.Dilated((64, 256, 1024), (1, 2, 8))
 
 
-def ring(passing: object, layout: str = "zigzag", size: int = 16, causal: bool = True) -> RingPlan:
+def ring(routing: object, layout: str = "zigzag", size: int = 16, causal: bool = True) -> RingPlan:
     where = Layout(layout, 1024, size)  # type: ignore[arg-type]
-    return RingPlan(LONG, Documents((1024,)), where, causal, passing, Sizes(heads=2, kv_heads=2, dim=8))  # type: ignore[arg-type]
+    return RingPlan(LONG, Documents((1024,)), where, causal, routing, Sizes(heads=2, kv_heads=2, dim=8))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -28,28 +28,28 @@ def ring(passing: object, layout: str = "zigzag", size: int = 16, causal: bool =
 def test_a_parcel_enters_each_node_once(layout: str, causal: bool, per_node: int) -> None:
     plan = ring(ByNode(per_node), layout, causal=causal)
     entries: Counter[tuple[object, int]] = Counter()
-    seers: set[tuple[object, int]] = set()
+    receivers: set[tuple[object, int]] = set()
     for rank in range(16):
         for hop in plan.rank(rank).hops:
             for message in hop.receives:
                 here = rank // per_node
                 if here != message.parcel.owner // per_node:
-                    seers.add((message.parcel, here))
+                    receivers.add((message.parcel, here))
                 if message.peer // per_node != here:
                     entries[message.parcel, here] += 1
-    assert entries == Counter(seers)
-    assert seers or per_node == 16
+    assert entries == Counter(receivers)
+    assert receivers or per_node == 16
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_bytes_across_nodes_fall(causal: bool) -> None:
     across = {
-        str(passing): traffic(ring(passing, causal=causal), 4).across for passing in ("direct", "relay", ByNode(4))
+        str(routing): traffic(ring(routing, causal=causal), 4).across for routing in ("direct", "relay", ByNode(4))
     }
     assert across["relay by nodes of 4"] < across["relay"] < across["direct"]
-    everything = {str(passing): traffic(ring(passing, causal=causal), 4) for passing in ("direct", "relay", ByNode(4))}
+    everything = {str(routing): traffic(ring(routing, causal=causal), 4) for routing in ("direct", "relay", ByNode(4))}
     assert len({found.inside + found.across for found in everything.values()}) == 1, "the same bytes, other ways"
-    backward = {passing: traffic(ring(passing, causal=causal), 4, backward=True) for passing in ("direct", ByNode(4))}
+    backward = {routing: traffic(ring(routing, causal=causal), 4, backward=True) for routing in ("direct", ByNode(4))}
     assert backward[ByNode(4)].parcels_across == across["relay by nodes of 4"]
     assert 0 < backward[ByNode(4)].gradients_across < 0.7 * backward["direct"].gradients_across
 
@@ -60,21 +60,21 @@ def test_bytes_across_nodes_fall(causal: bool) -> None:
 def test_a_gradient_leaves_each_node_once(layout: str, causal: bool, per_node: int) -> None:
     plan = ring(ByNode(per_node), layout, causal=causal)
     exits: Counter[tuple[object, int]] = Counter()
-    seers: set[tuple[object, int]] = set()
+    receivers: set[tuple[object, int]] = set()
     for rank in range(16):
         for hop in plan.rank(rank).hops:
             for message in hop.gradients_out:
                 here = rank // per_node
                 if here != message.parcel.owner // per_node:
-                    seers.add((message.parcel, here))
+                    receivers.add((message.parcel, here))
                 if message.peer // per_node != here:
                     exits[message.parcel, here] += 1
-    assert exits == Counter(seers)
+    assert exits == Counter(receivers)
 
 
 def test_nodes_make_no_difference_to_results() -> None:
     tensors = inputs(2, 101, 2, 2, 8)
-    sim = rs.SimulatedRing(6, passing=ByNode(2))
+    sim = rs.SimulatedRing(6, routing=ByNode(2))
     assert_equals_oracle(*tensors, ring=sim, pattern=rs.Dilated((16, 101), (1, 3)), causal=True)
     assert sum(counters.bytes_sent for counters in sim.counters) > 0
 
@@ -82,8 +82,8 @@ def test_nodes_make_no_difference_to_results() -> None:
 def test_bad_nodes_are_answered() -> None:
     with pytest.raises(ValueError, match="ranks_per_node=0: a node has at least 1 rank"):
         ByNode(0)
-    with pytest.raises(ValueError, match="passing='thrown': must be 'relay' or 'direct', or ByNode"):
-        rs.SimulatedRing(2, passing="thrown")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="routing='thrown': must be 'relay' or 'direct', or ByNode"):
+        rs.SimulatedRing(2, routing="thrown")  # type: ignore[arg-type]
 
 
 @given(st.data())

@@ -51,7 +51,7 @@ def test_recomputed_rows_are_those_of_the_oracle(data: st.DataObject) -> None:
 
 def plan(causal: bool = True, shape: RowShape = SHAPE) -> RingPlan:
     sizes = dict(heads=shape.heads, kv_heads=shape.kv_heads, dim=shape.dim, dtype=shape.dtype)
-    return rs.plan(PATTERN, N, ring_size=SHARDS, layout="contiguous", causal=causal, passing="direct", **sizes)  # type: ignore[arg-type]
+    return rs.plan(PATTERN, N, ring_size=SHARDS, layout="contiguous", causal=causal, routing="direct", **sizes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -157,7 +157,7 @@ def test_a_fault_is_larger_than_what_rounding_to_16_bit_may_do(dtype: torch.dtyp
     out = torch.empty(1, N, 2, 32, dtype=dtype)
     results = HeldRows({"out": out, "lse": torch.empty(1, 2, N, dtype=torch.float32)})
     rs.stream_attention(CountedRows(shape), results, N, rs.Full(), causal=True, shards=4)
-    ring = rs.plan(rs.Full(), N, ring_size=4, layout="contiguous", causal=True, passing="direct", heads=2, dim=32)
+    ring = rs.plan(rs.Full(), N, ring_size=4, layout="contiguous", causal=True, routing="direct", heads=2, dim=32)
     places = tuple(Place(row, row % 2) for row in range(1, N, N // 40))
     stratum = [Stratum(EVERYWHERE, 2 * N, places)]
     assert prove(CountedRows(shape), results, ring, stratum, scale=32**-0.5).wrong == 0
@@ -168,7 +168,7 @@ def test_a_fault_is_larger_than_what_rounding_to_16_bit_may_do(dtype: torch.dtyp
 def test_rows_that_see_nothing_must_be_nothing() -> None:
     pattern = rs.Dilated((64,), (4,))
     shape = RowShape(1, 1, 8)
-    ring = rs.plan(pattern, 256, ring_size=4, layout="contiguous", passing="direct", heads=1, dim=8)
+    ring = rs.plan(pattern, 256, ring_size=4, layout="contiguous", routing="direct", heads=1, dim=8)
     stratum = [Stratum(EVERYWHERE, 256, tuple(Place(row, 0) for row in range(256)))]
     results = HeldRows({"out": torch.empty(1, 256, 1, 8), "lse": torch.empty(1, 1, 256)})
     rs.stream_attention(CountedRows(shape), results, 256, pattern, shards=4)

@@ -15,7 +15,7 @@ from ringspan.tools.rehearse import (
     Network,
     Rehearsed,
     RehearsedRing,
-    StandInMail,
+    StandInTransport,
     ranks_worth_rehearsing,
     rehearse_rank,
     rehearse_ring,
@@ -138,14 +138,14 @@ def test_links_between_nodes_are_a_link_of_their_own() -> None:
 
 def test_the_stand_in_fills_every_buffer_and_takes_no_time() -> None:
     buffers = [torch.full((2, 1, 300_000, 8), torch.nan) for _ in range(2)]
-    mail = StandInMail(0, FAST, torch.device("cpu"), lambda: None)
-    before = mail.clock.working
-    flight = mail.post([], [(1, buffer) for buffer in buffers], "parcels")
-    spent = mail.clock.working - before
+    transport = StandInTransport(0, FAST, torch.device("cpu"), lambda: None)
+    before = transport.clock.working
+    flight = transport.send_receive([], [(1, buffer) for buffer in buffers], "parcels")
+    spent = transport.clock.working - before
     flight.wait()
     assert all(buffer.isfinite().all() for buffer in buffers)
-    assert mail.counters.bytes_received == sum(buffer.nbytes for buffer in buffers)
-    assert mail.clock.waiting == pytest.approx(mail.counters.bytes_received / 25e9 + 20e-6, rel=0.1)
+    assert transport.counters.bytes_received == sum(buffer.nbytes for buffer in buffers)
+    assert transport.clock.waiting == pytest.approx(transport.counters.bytes_received / 25e9 + 20e-6, rel=0.1)
     assert spent < 1e-3
 
 

@@ -43,7 +43,7 @@ def check_case(ring: rs.Ring, tensors: list[Tensor], options: dict, seq_len: int
         n,
         ring_size=ring.size,
         layout=ring.layout,
-        passing=ring.passing,
+        routing=ring.routing,
         causal=options["causal"],
         lengths=options["lengths"],
         batch=q.shape[0],
@@ -64,9 +64,9 @@ def check_case(ring: rs.Ring, tensors: list[Tensor], options: dict, seq_len: int
 
 def random_cases_equal_the_oracle() -> None:
     rings = [
-        rs.Ring(layout=layout, passing=passing)
+        rs.Ring(layout=layout, routing=routing)
         for layout in ("contiguous", "zigzag")
-        for passing in ("relay", "direct", ByNode(2))
+        for routing in ("relay", "direct", ByNode(2))
     ]  # type: ignore[arg-type]
     for case in range(32):  # a multiple of four rings
         branches = random.randint(1, 3)
@@ -90,7 +90,7 @@ def random_cases_equal_the_oracle() -> None:
 def folded_orders_equal_the_oracle() -> None:
     size = dist.get_world_size()
     for case in range(16):
-        ring = rs.Ring(layout=random.choice(["contiguous", "zigzag"]), passing=random.choice(["relay", "direct"]))
+        ring = rs.Ring(layout=random.choice(["contiguous", "zigzag"]), routing=random.choice(["relay", "direct"]))
         fold = random.randint(1, 9)
         n = 2 * size * fold * random.randint(1, 2)
         cut = fold * random.randint(0, n // fold)

@@ -10,7 +10,7 @@ SCRIPT = """
 import datetime, os, signal, sys
 import torch, torch.distributed as dist
 import ringspan as rs
-from ringspan.ring import group
+from ringspan.ring import transport
 
 rank, size, folder, fault = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 torch.set_num_threads(1)
@@ -21,12 +21,12 @@ x = torch.randn(1, ring.layout_of(400).rows_of(rank), 2, 16)
 for step in range(1000):
     if rank == 1 and step == 3:
         print("fault", flush=True)
-        post = group._GroupMail.post
+        send_receive = transport.GroupTransport.send_receive
         def strike(self, sends, receives, label):  # the second hop of this call is never sent
             if label.endswith("hop 2"):
                 os.kill(os.getpid(), getattr(signal, fault))
-            return post(self, sends, receives, label)
-        group._GroupMail.post = strike
+            return send_receive(self, sends, receives, label)
+        transport.GroupTransport.send_receive = strike
     rs.attention(x, x, x, pattern=rs.Full(), ring=ring)
 """
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import ringspan as rs
 from ringspan.oracle import dense_attention
-from ringspan.ring.backend import find
+from ringspan.ring.backend import find_ring
 from tests.exactness import assert_equals_oracle, inputs
 from tests.strategies import held_heads, lengths, patterns, scales
 
@@ -52,19 +52,19 @@ def test_the_error_does_not_grow_with_the_ring(pattern: rs.Pattern, dtype: torch
             assert many <= 1.25 * one
 
 
-@pytest.mark.parametrize("passing", ["relay", "direct"])
+@pytest.mark.parametrize("routing", ["relay", "direct"])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_counters_equal_the_plan(layout: str, passing: str, causal: bool) -> None:
+def test_counters_equal_the_plan(layout: str, routing: str, causal: bool) -> None:
     pattern = rs.Dilated((16, 64, 200), (1, 2, 3), shift=5)
     q, k, v = inputs(2, 301, 2, 2, 4)
-    sim = rs.SimulatedRing(5, layout, passing)  # type: ignore[arg-type]
+    sim = rs.SimulatedRing(5, layout, routing)  # type: ignore[arg-type]
     plan = rs.plan(
         pattern,
         301,
         ring_size=5,
         layout=layout,
-        passing=passing,
+        routing=routing,
         causal=causal,
         batch=2,
         heads=4,
@@ -128,8 +128,8 @@ def test_only_q_needs_gradients_then_none_travel() -> None:
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="size=0: a ring has at least 1 rank"):
         rs.SimulatedRing(0)
-    with pytest.raises(ValueError, match="passing='thrown': must be 'relay' or 'direct'"):
-        rs.SimulatedRing(2, passing="thrown")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="routing='thrown': must be 'relay' or 'direct'"):
+        rs.SimulatedRing(2, routing="thrown")  # type: ignore[arg-type]
     q, k, v = inputs(1, 8, 1, 1, 4)
     with pytest.raises(rs.RingError, match="seq_len=9, but the tensors have 8 rows"):
         rs.attention(q, k, v, pattern=rs.Full(), ring=rs.SimulatedRing(2), seq_len=9)
@@ -142,5 +142,5 @@ def test_a_ring_that_nobody_keeps_lives_until_backward() -> None:
 
 
 def test_a_ring_that_is_gone_is_named() -> None:
-    with pytest.raises(rs.RingError, match="ring 'Ring 77777' is gone: keep a reference"):
-        find("Ring 77777")
+    with pytest.raises(rs.RingError, match="ring 'Ring 77777' no longer exists"):
+        find_ring("Ring 77777")

@@ -67,7 +67,7 @@ def test_bit_for_bit_the_simulated_ring(tmp_path: Path, causal: bool, dtype: tor
     """The same plan, the same engine, the same order of sums: the same bits, also of gradients in 16 bits."""
     pattern, n = rs.Dilated((32, 500), (1, 4)), 500
     q, k, v = inputs(1, n, 2, 2, 16, dtype)
-    sim = rs.SimulatedRing(5, layout="contiguous", passing="direct")
+    sim = rs.SimulatedRing(5, layout="contiguous", routing="direct")
     out, lse = rs.attention(q, k, v, pattern=pattern, causal=causal, return_lse=True, ring=sim)
     grad_out = torch.randn_like(out)
     wanted = [out, lse, *torch.autograd.grad((out * grad_out).sum(), (q, k, v))]

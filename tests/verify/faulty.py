@@ -17,7 +17,7 @@ from torch import Tensor
 import ringspan as rs
 from ringspan.layout import Layout
 from ringspan.oracle import dense_attention
-from ringspan.ring.transport import Counters, Flight, Letters, Mail
+from ringspan.ring.transport import Counters, Messages, PendingWork, Transport
 from ringspan.tools.peers import all_gather
 
 TWELVE = (
@@ -199,21 +199,21 @@ def _scaled_past(row: int, q: Tensor, out: Tensor, group: dist.ProcessGroup) -> 
 
 
 @dataclass(frozen=True)
-class _TamperedMail:
-    """Another ring's mail; ``change`` is applied to some of its messages as they are posted."""
+class _TamperedTransport:
+    """Another ring's transport; ``change`` is applied to some of its messages as they are posted."""
 
-    mail: Mail
+    transport: Transport
     label: str
     change: Callable[[Tensor], Any]
 
     @property
     def counters(self) -> Counters:
-        return self.mail.counters
+        return self.transport.counters
 
-    def post(self, sends: Letters, receives: Letters, label: str) -> Flight:
+    def send_receive(self, sends: Messages, receives: Messages, label: str) -> PendingWork:
         for _, buffer in sends if label.startswith(self.label) else ():
             self.change(buffer)
-        return self.mail.post(sends, receives, label)
+        return self.transport.send_receive(sends, receives, label)
 
 
 class _TamperedRing(rs.Ring):
@@ -221,9 +221,13 @@ class _TamperedRing(rs.Ring):
         super().__init__(group, layout="contiguous", min_size=1)
         self.label, self.change = label, change
 
-    def deal(self, layout: Layout, tensors: Sequence[tuple[Tensor | None, int]]) -> list[tuple[int, Mail, list[Any]]]:
-        dealt = super().deal(layout, tensors)
-        return [(rank, _TamperedMail(mail, self.label, self.change), mine) for rank, mail, mine in dealt]
+    def shard(
+        self, layout: Layout, tensors: Sequence[tuple[Tensor | None, int]]
+    ) -> list[tuple[int, Transport, list[Any]]]:
+        sharded = super().shard(layout, tensors)
+        return [
+            (rank, _TamperedTransport(transport, self.label, self.change), mine) for rank, transport, mine in sharded
+        ]
 
 
 class _OnRank0(torch.autograd.Function):

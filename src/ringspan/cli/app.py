@@ -5,9 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Annotated, Any
 
-import click
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 import ringspan as rs
 from ringspan.cli.console import reported
@@ -34,7 +33,7 @@ class Commands(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Enough of a command to list it; `resolve_command` loads the real one."""
-        return click.Command(cmd_name, help=COMMANDS[cmd_name]) if cmd_name in COMMANDS else None
+        return TyperCommand(cmd_name, help=COMMANDS[cmd_name]) if cmd_name in COMMANDS else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)

@@ -29,7 +29,7 @@ from ringspan.runtime.extras import missing_package
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ringspan.planning import Passing, RingPlan
+    from ringspan.planning import RingPlan, Routing
     from ringspan.planning.breakeven import BreakEven
     from ringspan.tools.pages import Table
     from ringspan.tools.rates import KnownRates
@@ -46,7 +46,7 @@ def plan(
     ] = None,
     layout: Annotated[str, typer.Option(help="contiguous, zigzag or both.")] = "both",
     causal: Annotated[bool, typer.Option(help="Whether a query sees only keys up to itself.")] = True,
-    passing: Annotated[str, typer.Option(help="relay (neighbour to neighbour) or direct (from the owner).")] = "relay",
+    routing: Annotated[str, typer.Option(help="relay (neighbour to neighbour) or direct (from the owner).")] = "relay",
     heads: Heads = 8,
     kv_heads: Annotated[int | None, typer.Option(help="KV heads.", min=1, show_default="as many as heads")] = None,
     dim: Dim = 64,
@@ -97,7 +97,7 @@ def plan(
             ring_size,
             _layouts(layout),
             causal=causal,
-            passing=cast("Passing", passing),
+            routing=cast("Routing", routing),
             batch=batch,
             heads=heads,
             kv_heads=kv_heads or heads,

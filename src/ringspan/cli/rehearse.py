@@ -24,7 +24,7 @@ from ringspan.cli.options import (
 from ringspan.layout import LayoutName, check_layout_name
 
 if TYPE_CHECKING:
-    from ringspan.planning import Passing, RingPlan
+    from ringspan.planning import RingPlan, Routing
     from ringspan.tools.pages import Table
     from ringspan.tools.rehearse import Network, RehearsedRing
 
@@ -38,7 +38,7 @@ def rehearse(
     pattern: Annotated[str, typer.Option(metavar="PATTERN", help=PATTERN_HELP)] = SPANNING,
     layout: Annotated[str, typer.Option(help="contiguous or zigzag.")] = "zigzag",
     causal: Annotated[bool, typer.Option(help="Whether a query sees only keys up to itself.")] = True,
-    passing: Annotated[str, typer.Option(help="relay or direct; or nodes, which needs --ranks-per-node.")] = "relay",
+    routing: Annotated[str, typer.Option(help="relay or direct; or nodes, which needs --ranks-per-node.")] = "relay",
     heads: Heads = 8,
     kv_heads: Annotated[int | None, typer.Option(help="KV heads.", min=1, show_default="as many as heads")] = None,
     dim: Dim = 64,
@@ -64,7 +64,7 @@ def rehearse(
 
     `ringspan rehearse --tokens 16M --ranks 64 --backward --heads 2 --dim 32`
 
-    `ringspan rehearse --ranks 16 --ranks-per-node 8 --passing nodes --bandwidth 450e9 --bandwidth-across 50e9`
+    `ringspan rehearse --ranks 16 --ranks-per-node 8 --routing nodes --bandwidth 450e9 --bandwidth-across 50e9`
     """
     import os  # noqa: PLC0415
 
@@ -89,7 +89,7 @@ def rehearse(
             ring_size,
             layout,
             causal=causal,
-            passing=_passing(passing, ranks_per_node),
+            routing=_routing(routing, ranks_per_node),
             heads=heads,
             kv_heads=kv_heads or heads,
             dim=dim,
@@ -129,13 +129,13 @@ def _plan(pattern: Any, tokens: int, ring_size: int, layout: str, **options: Any
     return make_plans(pattern, tokens, ring_size, (name,), batch=1, **options)[name]
 
 
-def _passing(name: str, ranks_per_node: int) -> Passing:
+def _routing(name: str, ranks_per_node: int) -> Routing:
     from ringspan.planning import ByNode  # noqa: PLC0415
 
     if name != "nodes":
-        return cast("Passing", name)
+        return cast("Routing", name)
     if not ranks_per_node:
-        raise ValueError("--passing nodes needs to know them: give --ranks-per-node")
+        raise ValueError("--routing nodes needs to know them: give --ranks-per-node")
     return ByNode(ranks_per_node)
 
 
@@ -208,7 +208,7 @@ def _document(plan: RingPlan, network: Network, dtype: str, ring: RehearsedRing)
         "ranks": plan.layout.ring_size,
         "layout": plan.layout.name,
         "causal": plan.causal,
-        "passing": str(plan.passing),
+        "routing": str(plan.routing),
         "dtype": dtype,
         "reach": dataclasses.asdict(plan.reach),
         "sizes": dataclasses.asdict(plan.sizes),

@@ -7,7 +7,7 @@ from ringspan.planning.cost import Memory, RingPlan, Sizes
 from ringspan.planning.parcels import Message, Packing, Parcel
 from ringspan.planning.rank import Hop, RankPlan, plan_rank
 from ringspan.planning.reach import Reach, find_reach
-from ringspan.planning.routes import ByNode, Passing, check_passing, packing_from_sequence
+from ringspan.planning.routes import ByNode, Routing, check_routing, packing_from_sequence
 from ringspan.planning.tiles import Tile
 
 __all__ = [
@@ -17,13 +17,13 @@ __all__ = [
     "Message",
     "Packing",
     "Parcel",
-    "Passing",
     "RankPlan",
     "Reach",
     "RingPlan",
+    "Routing",
     "Sizes",
     "Tile",
-    "check_passing",
+    "check_routing",
     "find_reach",
     "packing_from_sequence",
     "plan_rank",

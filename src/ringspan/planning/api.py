@@ -10,7 +10,7 @@ import torch
 from ringspan.geometry import Dilated, Documents, Full, Pattern
 from ringspan.kernels import accumulation_dtype
 from ringspan.layout import Layout, LayoutName
-from ringspan.planning import Passing, RingPlan, Sizes, check_passing
+from ringspan.planning import RingPlan, Routing, Sizes, check_routing
 from ringspan.planning.breakeven import ASSUMED_RATES, LayoutAdvice, Rates, advise_layout
 
 
@@ -21,7 +21,7 @@ def plan(
     ring_size: int = 1,
     layout: LayoutName = "zigzag",
     causal: bool = False,
-    passing: Passing = "relay",
+    routing: Routing = "relay",
     lengths: Sequence[int] | None = None,
     batch: int = 1,
     heads: int = 8,
@@ -41,12 +41,12 @@ def plan(
     """
     if not isinstance(pattern, (Full, Dilated)):
         raise TypeError(f"pattern={pattern!r}: must be Dilated(segment_lengths, dilation_rates) or Full()")
-    check_passing(passing)
+    check_routing(routing)
     documents = Documents((n,) if lengths is None else tuple(lengths))
     documents.check_rows(n)
     kv_heads = heads if kv_heads is None else kv_heads
     sizes = Sizes(batch, heads, kv_heads, dim, dtype.itemsize, accumulation_dtype(dtype).itemsize)
-    return RingPlan(pattern, documents, Layout(layout, n, ring_size), causal, passing, sizes)
+    return RingPlan(pattern, documents, Layout(layout, n, ring_size), causal, routing, sizes)
 
 
 def best_layout(

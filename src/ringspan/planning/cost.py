@@ -14,7 +14,7 @@ from ringspan.layout import Layout
 from ringspan.planning.parcels import Message, Parcel
 from ringspan.planning.rank import Hop, RankPlan, plan_rank
 from ringspan.planning.reach import Reach, find_reach
-from ringspan.planning.routes import Passing, node_of
+from ringspan.planning.routes import Routing, node_of
 
 _MOST_RANKS_PRICED = 64  # of a larger ring, these many are looked at: the ends and an even sample between
 _MOST_TABLE_ROWS = 16
@@ -69,13 +69,13 @@ class RingPlan:
     documents: Documents
     layout: Layout
     causal: bool
-    passing: Passing
+    routing: Routing
     sizes: Sizes
 
     def rank(self, rank: int) -> RankPlan:
         """The plan of one rank."""
         return plan_rank(
-            self.pattern, self.documents, self.layout, rank, self.sizes.kv_heads, self.causal, self.passing
+            self.pattern, self.documents, self.layout, rank, self.sizes.kv_heads, self.causal, self.routing
         )
 
     def bytes_sent(self, rank: int, *, backward: bool = False) -> int:
@@ -184,7 +184,7 @@ class RingPlan:
         widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
         table = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
         title = (
-            f"{self.pattern.text}; n = {self.layout.rows:,} over {size} ranks, {self.layout.name}, {self.passing}"
+            f"{self.pattern.text}; n = {self.layout.rows:,} over {size} ranks, {self.layout.name}, {self.routing}"
             f"{', causal' if self.causal else ''}; imbalance {self.imbalance:.3f}"
         )
         return "\n".join([title, *table])
@@ -221,8 +221,8 @@ def traffic(plan: RingPlan, ranks_per_node: int, *, backward: bool = False) -> T
     >>> from ringspan.geometry import Documents, Full
     >>> from ringspan.layout import Layout
     >>> from ringspan.planning import ByNode, Sizes
-    >>> def across(passing):
-    ...     ring = RingPlan(Full(), Documents((64,)), Layout("contiguous", 64, 8), False, passing, Sizes(1, 1, 1, 8))
+    >>> def across(routing):
+    ...     ring = RingPlan(Full(), Documents((64,)), Layout("contiguous", 64, 8), False, routing, Sizes(1, 1, 1, 8))
     ...     return traffic(ring, ranks_per_node=4).across
     >>> across("direct"), across("relay"), across(ByNode(4))
     (16384, 7168, 4096)

@@ -14,7 +14,7 @@ from functools import lru_cache
 from ringspan.geometry import Documents, Pattern, group_heads, pieces
 from ringspan.layout import Layout, Span
 from ringspan.planning.parcels import Message, Packing, packing, parcel_lanes
-from ringspan.planning.routes import Passing, SharedSegment, owner_sends
+from ringspan.planning.routes import Routing, SharedSegment, owner_sends
 from ringspan.planning.tiles import Tile, fuse_equal_segments
 
 
@@ -45,6 +45,10 @@ class RankPlan:
     hops: tuple[Hop, ...]
     packings: tuple[Packing, ...]
 
+    def hop(self, number: int) -> Hop:
+        """The hop of this number; an empty one past the last."""
+        return self.hops[number] if number < len(self.hops) else Hop()
+
     @property
     def pairs(self) -> int:
         """The work: how many (query, key) pairs are computed, over all KV heads."""
@@ -69,7 +73,7 @@ def plan_rank(
     rank: int,
     kv_heads: int,
     causal: bool,
-    passing: Passing = "relay",
+    routing: Routing = "relay",
 ) -> RankPlan:
     """The plan of one rank. A ring of one rank has one hop and no parcels.
 
@@ -101,7 +105,7 @@ def plan_rank(
                     shared[start, begin] = SharedSegment(i, branch.rate, offsets, begin, parts, causal)
         drafts[0].tiles += fuse_equal_segments(local)
         for segment in shared.values():
-            _plan_shared(segment, rank, spans, passing, drafts, packings)
+            _plan_shared(segment, rank, spans, routing, drafts, packings)
     hops = tuple(drafts[number].hop() for number in range(max(drafts, default=0) + 1))
     return RankPlan(rank, layout.rows_of(rank), kv_heads, hops, tuple(packings))
 
@@ -133,23 +137,23 @@ def _plan_shared(
     segment: SharedSegment,
     rank: int,
     spans: tuple[Span, ...],
-    passing: Passing,
+    routing: Routing,
     drafts: defaultdict[int, _HopDraft],
     packings: list[Packing],
 ) -> None:
-    """What a shared segment means for one of its sharers."""
+    """What a shared segment means for one of its participants."""
     mine = segment.parts_of[rank]
     for key_part in mine:
         parcel = segment.parcel(key_part)
-        seers = list(segment.seers(key_part))
-        if seers:
+        receivers = list(segment.receivers(key_part))
+        if receivers:
             packings.append(packing(parcel, segment.lanes(key_part, _origin(segment, key_part, spans))))
-        for previous, seer, following in zip((None, *seers), seers, (*seers[1:], None), strict=False):
-            hop = drafts[segment.distance(rank, seer)]
-            if previous is None or owner_sends(passing, rank, seer):
-                hop.sends.append(Message(parcel, seer))
-            if not _passes_gradient(passing, rank, seer, following):
-                hop.gradients_in.append(Message(parcel, seer))
+        for previous, receiver, following in zip((None, *receivers), receivers, (*receivers[1:], None), strict=False):
+            hop = drafts[segment.distance(rank, receiver)]
+            if previous is None or owner_sends(routing, rank, receiver):
+                hop.sends.append(Message(parcel, receiver))
+            if not _passes_gradient(routing, rank, receiver, following):
+                hop.gradients_in.append(Message(parcel, receiver))
     for key_part, part in enumerate(segment.parts):
         met = [i for i in mine if segment.meet(i, key_part)]
         if not met:
@@ -159,20 +163,20 @@ def _plan_shared(
         if part.rank == rank:
             continue
         parcel, owner = segment.parcel(key_part), part.rank
-        previous = owner if owner_sends(passing, owner, rank) else segment.before(rank, key_part)
-        following = None if passing == "direct" else segment.after(rank, key_part)
+        previous = owner if owner_sends(routing, owner, rank) else segment.before(rank, key_part)
+        following = None if routing == "direct" else segment.after(rank, key_part)
         hop.receives.append(Message(parcel, previous))
-        if following is not None and not owner_sends(passing, owner, following):
+        if following is not None and not owner_sends(routing, owner, following):
             drafts[segment.distance(owner, following)].sends.append(Message(parcel, following))
-        if previous != owner and _passes_gradient(passing, owner, previous, rank):
+        if previous != owner and _passes_gradient(routing, owner, previous, rank):
             drafts[segment.distance(owner, previous)].gradients_in.append(Message(parcel, previous))
-        passed_to = following if _passes_gradient(passing, owner, rank, following) else None
+        passed_to = following if _passes_gradient(routing, owner, rank, following) else None
         hop.gradients_out.append(Message(parcel, owner if passed_to is None else passed_to))
 
 
-def _passes_gradient(passing: Passing, owner: int, rank: int, following: int | None) -> bool:
+def _passes_gradient(routing: Routing, owner: int, rank: int, following: int | None) -> bool:
     """Whether a rank hands its gradient of a parcel to the next one on the route, instead of sending it home."""
-    return following is not None and not any(owner_sends(passing, owner, seer) for seer in (rank, following))
+    return following is not None and not any(owner_sends(routing, owner, receiver) for receiver in (rank, following))
 
 
 def _tiles(segment: SharedSegment, query_parts: list[int], key_part: int, spans: tuple[Span, ...]) -> Iterator[Tile]:

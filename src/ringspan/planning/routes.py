@@ -1,8 +1,8 @@
 """Shared segments: a segment that a border between ranks cuts, and who sends what to whom because of it.
 
-Its *parts* are the stretches that lie on one rank; their owners are its *sharers*. A part's rows form a
-parcel, which goes to the sharers that may see it and to nobody else. The hop at which a sharer gets it is
-its cyclic distance from the owner among the sharers, so that each rank receives about one shard's worth per hop.
+Its *parts* are the stretches that lie on one rank; their owners are its *participants*. A part's rows form a
+parcel, which goes to the participants that may see it and to nobody else. The hop at which a participant gets it is
+its cyclic distance from the owner among the participants, so that each rank receives about one shard's worth per hop.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class ByNode:
         return f"relay by nodes of {self.ranks_per_node}"
 
 
-Passing = Literal["relay", "direct"] | ByNode
+Routing = Literal["relay", "direct"] | ByNode
 
 
-def check_passing(passing: object) -> None:
+def check_routing(routing: object) -> None:
     """Raise unless this is a way to pass parcels."""
-    if passing not in ("relay", "direct") and not isinstance(passing, ByNode):
-        raise ValueError(f"passing={passing!r}: must be 'relay' or 'direct', or ByNode(ranks_per_node)")
+    if routing not in ("relay", "direct") and not isinstance(routing, ByNode):
+        raise ValueError(f"routing={routing!r}: must be 'relay' or 'direct', or ByNode(ranks_per_node)")
 
 
 def node_of(rank: int, ranks_per_node: int) -> int:
@@ -50,11 +50,11 @@ def node_of(rank: int, ranks_per_node: int) -> int:
     return rank // ranks_per_node
 
 
-def owner_sends(passing: Passing, owner: int, seer: int) -> bool:
-    """Whether the owner itself sends its parcel to a seer, wherever on the route that seer stands."""
-    if isinstance(passing, ByNode):
-        return node_of(owner, passing.ranks_per_node) == node_of(seer, passing.ranks_per_node)
-    return passing == "direct"
+def owner_sends(routing: Routing, owner: int, receiver: int) -> bool:
+    """Whether the owner itself sends its parcel to a receiver, wherever on the route that receiver stands."""
+    if isinstance(routing, ByNode):
+        return node_of(owner, routing.ranks_per_node) == node_of(receiver, routing.ranks_per_node)
+    return routing == "direct"
 
 
 @dataclass(frozen=True)
@@ -69,25 +69,25 @@ class SharedSegment:
     causal: bool
 
     @cached_property
-    def sharers(self) -> tuple[int, ...]:
+    def participants(self) -> tuple[int, ...]:
         """The ranks that hold rows of the segment, in the order of the ring."""
         return tuple(sorted({part.rank for part in self.parts}))
 
     @cached_property
     def _place(self) -> dict[int, int]:
-        return {rank: place for place, rank in enumerate(self.sharers)}
+        return {rank: place for place, rank in enumerate(self.participants)}
 
     @cached_property
     def parts_of(self) -> dict[int, list[int]]:
-        """For each sharer, which parts it holds."""
+        """For each participant, which parts it holds."""
         held: dict[int, list[int]] = {}
         for i, part in enumerate(self.parts):
             held.setdefault(part.rank, []).append(i)
         return held
 
     def distance(self, owner: int, rank: int) -> int:
-        """Along the ring of sharers, from ``owner`` to ``rank``."""
-        return (self._place[rank] - self._place[owner]) % len(self.sharers)
+        """Along the ring of participants, from ``owner`` to ``rank``."""
+        return (self._place[rank] - self._place[owner]) % len(self.participants)
 
     def lanes(self, i: int, origin: int = 0) -> list[Lane]:
         """For each KV head, the selected rows of a part, counted from ``origin``."""
@@ -122,34 +122,34 @@ class SharedSegment:
         return {}
 
     def sees(self, rank: int, key_part: int) -> bool:
-        """Whether a sharer needs the parcel of a part."""
+        """Whether a participant needs the parcel of a part."""
         return any(self.meet(i, key_part) for i in self.parts_of[rank])
 
-    def seers(self, key_part: int) -> Iterator[int]:
-        """The sharers that need the parcel of a part, by their distance from its owner."""
+    def receivers(self, key_part: int) -> Iterator[int]:
+        """The participants that need the parcel of a part, by their distance from its owner."""
         owner = self._place[self.parts[key_part].rank]
-        for step in range(1, len(self.sharers)):
-            rank = self.sharers[(owner + step) % len(self.sharers)]
+        for step in range(1, len(self.participants)):
+            rank = self.participants[(owner + step) % len(self.participants)]
             if self.sees(rank, key_part):
                 yield rank
 
     def before(self, rank: int, key_part: int) -> int:
-        """Who has the parcel before ``rank``: the seer ahead of it on the route, or the owner."""
+        """Who has the parcel before ``rank``: the receiver ahead of it on the route, or the owner."""
         owner, place = self.parts[key_part].rank, self._place[rank]
         while True:
-            place = (place - 1) % len(self.sharers)
-            candidate = self.sharers[place]
+            place = (place - 1) % len(self.participants)
+            candidate = self.participants[place]
             if candidate == owner or self.sees(candidate, key_part):
                 return candidate
-            if place == len(self.sharers) - 1 and self.causal and self._latest_after(owner) <= key_part:
+            if place == len(self.participants) - 1 and self.causal and self._latest_after(owner) <= key_part:
                 return owner  # nobody between the owner and the end of the ring holds a later part
 
     def after(self, rank: int, key_part: int) -> int | None:
-        """Who gets the parcel after ``rank``: the next seer on the route, or None at its end."""
+        """Who gets the parcel after ``rank``: the next receiver on the route, or None at its end."""
         owner, place = self.parts[key_part].rank, self._place[rank]
         while True:
-            place = (place + 1) % len(self.sharers)
-            candidate = self.sharers[place]
+            place = (place + 1) % len(self.participants)
+            candidate = self.participants[place]
             if candidate == owner:
                 return None
             if self.sees(candidate, key_part):
@@ -160,20 +160,20 @@ class SharedSegment:
     # Without these two, finding where a causal route begins or ends would cost the square of the size of the ring.
 
     def _latest_before(self, owner: int) -> int:
-        """The latest part that a sharer before the owner, in the order of the ring, holds; -1 if there is none."""
+        """The latest part that a participant before the owner, in the order of the ring, holds; -1 if there is none."""
         return self._running_latest[self._place[owner]]
 
     def _latest_after(self, owner: int) -> int:
-        """The latest part that a sharer after the owner, in the order of the ring, holds; -1 if there is none."""
-        return self._running_latest_from_the_end[len(self.sharers) - 1 - self._place[owner]]
+        """The latest part that a participant after the owner, in the order of the ring, holds; -1 if there is none."""
+        return self._running_latest_from_the_end[len(self.participants) - 1 - self._place[owner]]
 
     @cached_property
     def _running_latest(self) -> list[int]:
-        return list(accumulate((self.parts_of[rank][-1] for rank in self.sharers), max, initial=-1))
+        return list(accumulate((self.parts_of[rank][-1] for rank in self.participants), max, initial=-1))
 
     @cached_property
     def _running_latest_from_the_end(self) -> list[int]:
-        return list(accumulate((self.parts_of[rank][-1] for rank in reversed(self.sharers)), max, initial=-1))
+        return list(accumulate((self.parts_of[rank][-1] for rank in reversed(self.participants)), max, initial=-1))
 
 
 def packing_from_sequence(

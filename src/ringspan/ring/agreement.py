@@ -1,8 +1,8 @@
-"""Comparing notes: one tiny exchange by which ranks learn the length and find out whether they agree.
+"""Agreement: one small all-gather by which ranks learn the sequence length and check that they make the same call.
 
-Notes are JSON in a fixed number of bytes: nothing is unpickled, and every rank reads the same notes, so that
-every rank raises the same error, or none does. Ranks must agree on everything but ``OWN``: how many rows each holds,
-and a fingerprint of these rows, which must not be the same on all ranks.
+Metadata is JSON in a fixed number of bytes: nothing is unpickled, and every rank reads the same values, so either every
+rank raises the same error or none does. Ranks must agree on everything but ``OWN``: how many rows each holds, and a
+fingerprint of these rows, which must not be the same on all ranks.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from torch import Tensor
 
 from ringspan.ring.transport import RingError
 
-_NOTE_BYTES = 1024
+_METADATA_BYTES = 1024
 OWN = ("rows", "fingerprint")
 
 
-def exchange_notes(note: dict[str, Any], group: dist.ProcessGroup, device: torch.device) -> list[dict[str, Any]]:
-    """The notes of all ranks, in order of rank."""
-    mine = _encode(note).to(device)
+def exchange_metadata(metadata: dict[str, Any], group: dist.ProcessGroup, device: torch.device) -> list[dict[str, Any]]:
+    """The metadata of all ranks, in order of rank."""
+    mine = _encode(metadata).to(device)
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     try:
         dist.all_gather(every, mine, group=group)
     except RuntimeError as error:
-        raise RingError(f"comparing notes with the ring failed; a rank is gone or stuck: {error}") from error
+        raise RingError(f"the all-gather before the call failed: a rank is gone or stuck: {error}") from error
     return [_decode(x) for x in every]
 
 
-def check_agreement(notes: list[dict[str, Any]]) -> None:
+def check_agreement(by_rank: list[dict[str, Any]]) -> None:
     """Raise, on every rank alike, if ranks make different calls, or all hold the same rows."""
-    for name in dict.fromkeys(name for note in notes for name in note if name not in OWN):
-        values = [note.get(name, "nothing") for note in notes]
+    for name in dict.fromkeys(name for each in by_rank for name in each if name not in OWN):
+        values = [each.get(name, "nothing") for each in by_rank]
         if len(set(map(str, values))) > 1:
             raise RingError(f"ranks disagree on {name}: {by_value(values)}. All ranks must make the same call")
-    fingerprints = {note.get("fingerprint") for note in notes}
-    if len(notes) > 1 and len(fingerprints) == 1 and fingerprints != {None}:
+    fingerprints = {each.get("fingerprint") for each in by_rank}
+    if len(by_rank) > 1 and len(fingerprints) == 1 and fingerprints != {None}:
         raise RingError(
-            f"all {len(notes)} ranks hold the same {notes[0]['rows']} rows, but each must hold its own part of the "
+            f"all {len(by_rank)} ranks hold the same {by_rank[0]['rows']} rows, but each must hold its own part of the "
             "sequence: split whole tensors with ring.split_sequence(x), and seed random rows by rank (all processes "
             "begin with the same seed); if shards are equal on purpose, state seq_len="
         )
@@ -79,13 +79,13 @@ def digest(text: str, at_most: int = 200) -> str:
     return text if len(text) <= at_most else f"{text[: at_most - 20]}..{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
-def _encode(note: dict[str, Any]) -> Tensor:
-    data = json.dumps(note).encode()
-    if len(data) > _NOTE_BYTES:
-        raise RingError(f"a note of {len(data)} bytes: at most {_NOTE_BYTES}; shorten it with digest()")
-    return torch.frombuffer(bytearray(data.ljust(_NOTE_BYTES)), dtype=torch.uint8)
+def _encode(metadata: dict[str, Any]) -> Tensor:
+    data = json.dumps(metadata).encode()
+    if len(data) > _METADATA_BYTES:
+        raise RingError(f"metadata of {len(data)} bytes: at most {_METADATA_BYTES}; shorten it with digest()")
+    return torch.frombuffer(bytearray(data.ljust(_METADATA_BYTES)), dtype=torch.uint8)
 
 
 def _decode(data: Tensor) -> dict[str, Any]:
-    note: dict[str, Any] = json.loads(bytes(data.tolist()))
-    return note
+    metadata: dict[str, Any] = json.loads(bytes(data.tolist()))
+    return metadata

@@ -1,67 +1,56 @@
-"""Who takes part in a call: one rank of a real ring, every rank of a simulated one, or the only rank there is."""
+"""What a call needs of a ring, real or simulated, and the registry by which operators find rings."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 from torch import Tensor
 
 from ringspan.layout import Layout
-from ringspan.planning import Passing
-from ringspan.ring.transport import Flight, Mail, RingError
+from ringspan.planning import Routing
+from ringspan.ring.transport import RingError, Transport
 
-Result = TypeVar("Result")
-Note = Callable[[], dict[str, Any]]
+Metadata = Callable[[], dict[str, Any]]
 
 
-class Players(Protocol):
-    """What the operator needs of a ring."""
+class Backend(Protocol):
+    """The ranks of a call that live in this process: one of a real ring, or all of a simulated one."""
 
-    passing: Passing
+    routing: Routing
 
-    def agree(self, rows: int, note: Note, seq_len: int | None, like: Tensor) -> Layout:
-        """The layout of the whole sequence, of which a call holds ``rows`` rows here.
+    def agree(self, rows: int, metadata: Metadata, seq_len: int | None, like: Tensor) -> Layout:
+        """The layout of the whole sequence, of which the call holds ``rows`` rows here.
 
-        Unless ``seq_len`` states it, ranks exchange notes about the call; if they disagree, all raise.
+        Unless ``seq_len`` states the length, ranks all-gather the metadata of the call; if they disagree, all raise.
         """
 
-    def deal(self, layout: Layout, tensors: Sequence[tuple[Tensor | None, int]]) -> list[tuple[int, Mail, list[Any]]]:
-        """For each rank played here: its number, its mail, and its rows of the tensors (each with its row dim)."""
+    def shard(
+        self, layout: Layout, tensors: Sequence[tuple[Tensor | None, int]]
+    ) -> list[tuple[int, Transport, list[Any]]]:
+        """For each rank in this process: its number, its transport, and its rows of the tensors."""
 
-    def run(self, walks: list[Generator[Flight, None, Result]]) -> list[Result]:
-        """Drive one walk for each rank played here."""
-
-    def collect(self, layout: Layout, parts: list[Tensor], dim: int) -> Tensor:
-        """The inverse of `deal`, for one tensor."""
-
-
-def drive(walk: Generator[Flight, None, Result]) -> Result:
-    """Drive one walk to its end, waiting for each of its flights; what it returns."""
-    while True:
-        try:
-            flight = next(walk)
-        except StopIteration as end:
-            result: Result = end.value
-            return result
-        flight.wait()
+    def unshard(self, layout: Layout, parts: list[Tensor], dim: int) -> Tensor:
+        """The inverse of `shard`, for one tensor."""
 
 
-_rings: WeakValueDictionary[str, Players] = WeakValueDictionary()
+# Operators take no objects, so `ringspan::attention` gets the name of its ring. An entry lives as long as its ring.
+_rings: WeakValueDictionary[str, Backend] = WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def register_ring(ring: Players) -> str:
-    """Give a ring a name. The entry lives as long as the ring."""
+def register_ring(ring: Backend) -> str:
+    """Give a ring a name."""
     name = f"{type(ring).__name__} {next(_numbers)}"
     _rings[name] = ring
     return name
 
 
-def find_ring(name: str) -> Players:
+def find_ring(name: str) -> Backend:
+    """The ring of this name; an error if it was garbage-collected."""
     ring = _rings.get(name)
     if ring is None:
-        raise RingError(f"ring {name!r} is gone: keep a reference to it as long as compiled code uses it")
+        raise RingError(f"ring {name!r} no longer exists: keep a reference to it as long as compiled code uses it")
     return ring

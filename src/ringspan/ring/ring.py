@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,36 +11,36 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.layout import Layout, LayoutName, check_layout_name
-from ringspan.planning import Passing, check_passing
-from ringspan.ring.agreement import by_value, check_agreement, exchange_notes
-from ringspan.ring.backend import Note, Result, drive, register_ring
+from ringspan.planning import Routing, check_routing
+from ringspan.ring.agreement import by_value, check_agreement, exchange_metadata
+from ringspan.ring.backend import Metadata, register_ring
 from ringspan.ring.sharding import GatherRows, take_rows
-from ringspan.ring.transport import Counters, Flight, Letters, Mail, RingError, Wait
+from ringspan.ring.transport import Counters, GroupTransport, RingError, Transport
 
 
 class Ring:
-    """One sequence over the ranks of a process group: each keeps its own rows, and parcels travel.
+    """One sequence over the ranks of a process group: each rank keeps its own rows and sends only what others need.
 
     Args:
         group: a ProcessGroup, a 1-D DeviceMesh, or None for the default group.
         layout: which rows each rank holds: ``"zigzag"`` (balanced under causality) or ``"contiguous"``.
-        passing: who sends a parcel on: ``"relay"``, the rank that had it before (neighbours only), or ``"direct"``, its
-            owner. The same bytes either way.
-        min_size: a smaller group is an error, so that nothing runs alone by accident; code that should also run alone
-            says ``min_size=1``.
+        routing: who sends a parcel: ``"relay"``, the rank that had it before (neighbours only); ``"direct"``, its
+            owner; or `ByNode`, a relay that enters each node once. All send the same bytes.
+        min_size: a smaller group is an error, so that nothing runs on one device by accident; code that should also
+            run alone says ``min_size=1``.
 
-    ``counters`` tells what really went over the wire; `reset_counters` starts anew.
+    ``counters`` says what was really sent; `reset_counters` sets them to zero.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup | DeviceMesh | None = None,
         layout: LayoutName = "zigzag",
-        passing: Passing = "relay",
+        routing: Routing = "relay",
         min_size: int = 2,
     ) -> None:
         check_layout_name(layout)
-        check_passing(passing)
+        check_routing(routing)
         self.group = _process_group(group)
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.size < min_size:
@@ -50,12 +48,12 @@ class Ring:
                 f"the group has {self.size} rank(s), but min_size={min_size}: start more processes "
                 "(torchrun --nproc-per-node=N), or say min_size=1 if running alone is meant"
             )
-        self.layout, self.passing = layout, passing
+        self.layout, self.routing = layout, routing
         self.reset_counters()
         self.name = register_ring(self)
 
     def __repr__(self) -> str:
-        return f"Ring(rank {self.rank} of {self.size}, layout={self.layout!r}, passing={self.passing!r})"
+        return f"Ring(rank {self.rank} of {self.size}, layout={self.layout!r}, routing={self.routing!r})"
 
     def __reduce__(self) -> str:
         raise TypeError("a Ring cannot be pickled: it belongs to this process's group; make it anew where it is needed")
@@ -64,7 +62,7 @@ class Ring:
         return self  # a handle: copies of a module share its ring
 
     def reset_counters(self) -> None:
-        """Start counting anew."""
+        """Set all counters to zero."""
         self.counters = Counters()
 
     def layout_of(self, seq_len: int) -> Layout:
@@ -86,8 +84,14 @@ class Ring:
         if seq_len is None:
             shape = [size for d, size in enumerate(x.shape) if d != dim]
             needs_grad = torch.is_grad_enabled() and x.requires_grad
-            note = {"call": "gather_sequence", "dim": dim, "shape": shape, "dtype": str(x.dtype), "grad": needs_grad}
-            layout = self._agree_on_rows(x.shape[dim], lambda: note, x)
+            metadata = {
+                "call": "gather_sequence",
+                "dim": dim,
+                "shape": shape,
+                "dtype": str(x.dtype),
+                "grad": needs_grad,
+            }
+            layout = self._agree_on_rows(x.shape[dim], lambda: metadata, x)
         else:
             layout = self.layout_of(seq_len)
         self._check_rows(x.shape[dim], layout)
@@ -100,31 +104,30 @@ class Ring:
         ]
         return torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64, device=device)
 
-    # What the operator needs (see `ringspan.ring.backend`).
+    # What a call needs (see `ringspan.ring.backend.Backend`).
 
-    def agree(self, rows: int, note: Note, seq_len: int | None, like: Tensor) -> Layout:
+    def agree(self, rows: int, metadata: Metadata, seq_len: int | None, like: Tensor) -> Layout:
         if seq_len is None:
-            return self._agree_on_rows(rows, note, like)
+            return self._agree_on_rows(rows, metadata, like)
         layout = self.layout_of(seq_len)
         self._check_rows(rows, layout)
         return layout
 
-    def deal(self, layout: Layout, tensors: Sequence[tuple[Tensor | None, int]]) -> list[tuple[int, Mail, list[Any]]]:
-        return [(self.rank, _GroupMail(self), [x for x, _ in tensors])]
+    def shard(
+        self, layout: Layout, tensors: Sequence[tuple[Tensor | None, int]]
+    ) -> list[tuple[int, Transport, list[Any]]]:
+        transport = GroupTransport(self.group, self.rank, self.size, self.counters)
+        return [(self.rank, transport, [x for x, _ in tensors])]
 
-    def run(self, walks: list[Generator[Flight, None, Result]]) -> list[Result]:
-        (walk,) = walks
-        return [drive(walk)]
-
-    def collect(self, layout: Layout, parts: list[Tensor], dim: int) -> Tensor:
+    def unshard(self, layout: Layout, parts: list[Tensor], dim: int) -> Tensor:
         (part,) = parts
         return part
 
-    def _agree_on_rows(self, rows: int, note: Note, like: Tensor) -> Layout:
-        mine = {"rows": rows, "layout": self.layout, "passing": str(self.passing), **note()}
-        notes = exchange_notes(mine, self.group, like.device)
-        check_agreement(notes)
-        held = [their["rows"] for their in notes]
+    def _agree_on_rows(self, rows: int, metadata: Metadata, like: Tensor) -> Layout:
+        mine = {"rows": rows, "layout": self.layout, "routing": str(self.routing), **metadata()}
+        by_rank = exchange_metadata(mine, self.group, like.device)
+        check_agreement(by_rank)
+        held = [each["rows"] for each in by_rank]
         layout = self.layout_of(sum(held))
         wanted = [layout.rows_of(rank) for rank in range(self.size)]
         if held != wanted:
@@ -141,63 +144,6 @@ class Ring:
                 f"rank {self.rank} holds {rows} rows, but has {wanted} of {layout.rows} in layout {self.layout!r} over "
                 f"{self.size} ranks: split with ring.split_sequence, or state another seq_len"
             )
-
-
-@dataclass(frozen=True)
-class _GroupMail:
-    ring: Ring
-
-    @property
-    def counters(self) -> Counters:
-        return self.ring.counters
-
-    def post(self, sends: Letters, receives: Letters, label: str) -> _GroupFlight:
-        group = self.ring.group
-        self.counters.count(sends, receives)
-        self.counters.posted = label
-        operations = [
-            dist.P2POp(operation, buffer, dist.get_global_rank(group, peer), group)
-            for operation, letters in ((dist.isend, sends), (dist.irecv, receives))
-            for peer, buffer in letters
-        ]
-        waits = [("sending to", peer) for peer, _ in sends] + [("receiving from", peer) for peer, _ in receives]
-        try:
-            works = dist.batch_isend_irecv(operations) if operations else []
-        except RuntimeError as error:  # a connection that is already closed
-            raise _peer_error(self.ring, label, waits, error) from error
-        return _GroupFlight(self.ring, works, waits, label)
-
-
-@dataclass(frozen=True)
-class _GroupFlight:
-    ring: Ring
-    works: list[dist.Work]
-    waits: list[tuple[str, int]]
-    label: str
-
-    def wait(self) -> None:
-        start = time.perf_counter()
-        self.ring.counters.wait = Wait(self.label, tuple(dict.fromkeys(peer for _, peer in self.waits)), start)
-        for i, work in enumerate(self.works):
-            self._wait_for(work, i)
-        self.ring.counters.wait = None
-        self.ring.counters.waiting_seconds += time.perf_counter() - start
-
-    def _wait_for(self, work: dist.Work, i: int) -> None:
-        try:
-            work.wait()
-        except RuntimeError as error:
-            # NCCL gives one work for a whole batch: then any of these peers may be the one.
-            waits = self.waits if len(self.works) < len(self.waits) else [self.waits[i]]
-            raise _peer_error(self.ring, self.label, waits, error) from error
-
-
-def _peer_error(ring: Ring, label: str, waits: list[tuple[str, int]], error: RuntimeError) -> RingError:
-    peers = ", ".join(f"{what} rank {peer}" for what, peer in waits)
-    return RingError(
-        f"rank {ring.rank} of {ring.size}: {label}: {peers} failed: that rank is gone, did not answer within the "
-        f"group's timeout, or waits itself for one that did not ({error})"
-    )
 
 
 def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:

@@ -1,43 +1,47 @@
-"""The one error of rings."""
+"""How parcels move between ranks: one send and receive per hop, which nothing blocks on until somebody waits for it.
+
+Knows tensors, peers and process groups, but no plan, no kernel and no softmax.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch.distributed as dist
 from torch import Tensor
+
+Messages = Sequence[tuple[int, Tensor]]  # (peer, contiguous buffer)
 
 
 class RingError(RuntimeError):
-    """A ring that cannot be had, ranks that disagree, or a peer that is gone. Nothing falls back in silence."""
+    """The ring cannot be created, the ranks disagree, or a peer was lost."""
 
 
-Letters = Sequence[tuple[int, Tensor]]  # (peer, contiguous buffer)
-
-
-class Flight(Protocol):
-    """Buffers on their way: until it is over, what is sent must not change and what arrives must not be read."""
+class PendingWork(Protocol):
+    """Buffers in transfer: until it is done, sent ones must not change and received ones must not be read."""
 
     def wait(self) -> None:
-        """Return when everything has arrived and gone."""
+        """Return when everything has been sent and received."""
 
 
-class Mail(Protocol):
+class Transport(Protocol):
     """One rank's access to its ring."""
 
     @property
     def counters(self) -> Counters:
         """What this rank has sent, received and waited for."""
 
-    def post(self, sends: Letters, receives: Letters, label: str) -> Flight:
-        """Send and await buffers; the peer's post lists the same letters in the same order."""
+    def send_receive(self, sends: Messages, receives: Messages, label: str) -> PendingWork:
+        """Start sending and receiving buffers; each peer lists the same messages in the same order."""
 
 
 @dataclass(frozen=True)
 class Wait:
-    """A rank that cannot go on: the post it waits for, the peers in it, and since when (`time.perf_counter`)."""
+    """What a rank is blocked on: the label of the transfer, its peers, and since when (`time.perf_counter`)."""
 
     label: str
     peers: tuple[int, ...]
@@ -46,10 +50,10 @@ class Wait:
 
 @dataclass
 class Counters:
-    """What really went over the wire, and what it cost: so that a user can see that the ring is real.
+    """What was really sent, and what it cost, so that users can see that the ring is real.
 
-    ``peak_parcel_bytes`` is the most memory that buffers of parcels took at a time; ``peak_bytes`` adds the rank's rows
-    of every tensor, the accumulators, and the results of kernel calls, for as long as a walk held each of them.
+    ``peak_parcel_bytes`` is the most memory that buffers of parcels took at a time. ``peak_bytes`` adds the rank's rows
+    of every tensor, the accumulators, and the results of kernel calls, for as long as a call held each of them.
     """
 
     bytes_sent: int = 0
@@ -61,31 +65,94 @@ class Counters:
     peak_parcel_bytes: int = 0
     live_bytes: int = 0
     peak_bytes: int = 0
-    posted: str = ""  # the latest post: its parcels are in flight, or have just arrived
-    wait: Wait | None = None  # what the rank waits for at this moment; None while it works
+    posted: str = ""  # the label of the latest transfer: it is pending, or has just completed
+    wait: Wait | None = None  # what the rank is blocked on at this moment; None while it computes
 
-    def count(self, sends: Letters, receives: Letters) -> None:
+    def count(self, sends: Messages, receives: Messages) -> None:
         self.messages_sent += len(sends)
         self.messages_received += len(receives)
         self.bytes_sent += sum(buffer.nbytes for _, buffer in sends)
         self.bytes_received += sum(buffer.nbytes for _, buffer in receives)
 
     def hold_parcel(self, buffer_bytes: int) -> None:
-        """A buffer for parcels was made or, if negative, let go."""
+        """A buffer for parcels was allocated or, if negative, freed."""
         self.live_parcel_bytes += buffer_bytes
         self.peak_parcel_bytes = max(self.peak_parcel_bytes, self.live_parcel_bytes)
-        self._hold(buffer_bytes)
+        self.hold_bytes(buffer_bytes)
+
+    def hold(self, *tensors: Tensor | None) -> int:
+        """Count tensors as live; how many bytes, to be given to `hold_bytes`, negated, when they go."""
+        size = sum(x.nbytes for x in tensors if x is not None)
+        self.hold_bytes(size)
+        return size
 
     @contextmanager
     def holding(self, *tensors: Tensor | None) -> Iterator[None]:
-        """Count tensors for as long as the block lasts."""
-        size = sum(x.nbytes for x in tensors if x is not None)
-        self._hold(size)
+        """Count tensors as live inside the block."""
+        size = self.hold(*tensors)
         try:
             yield
         finally:
-            self._hold(-size)
+            self.hold_bytes(-size)
 
-    def _hold(self, more: int) -> None:
+    def hold_bytes(self, more: int) -> None:
         self.live_bytes += more
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+
+@dataclass(frozen=True)
+class GroupTransport:
+    """Point-to-point messages over a process group, with the lost peer named if one fails."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+    counters: Counters
+
+    def send_receive(self, sends: Messages, receives: Messages, label: str) -> GroupWork:
+        self.counters.count(sends, receives)
+        self.counters.posted = label
+        operations = [
+            dist.P2POp(operation, buffer, dist.get_global_rank(self.group, peer), self.group)
+            for operation, messages in ((dist.isend, sends), (dist.irecv, receives))
+            for peer, buffer in messages
+        ]
+        peers = [("sending to", peer) for peer, _ in sends] + [("receiving from", peer) for peer, _ in receives]
+        try:
+            works = dist.batch_isend_irecv(operations) if operations else []
+        except RuntimeError as error:  # a connection that is already closed
+            raise self.lost_peer(label, peers, error) from error
+        return GroupWork(self, works, peers, label)
+
+    def lost_peer(self, label: str, peers: list[tuple[str, int]], error: RuntimeError) -> RingError:
+        failed = ", ".join(f"{what} rank {peer}" for what, peer in peers)
+        return RingError(
+            f"rank {self.rank} of {self.size}: {label}: {failed} failed: that rank is gone, did not answer within the "
+            f"group's timeout, or waits itself for one that did not ({error})"
+        )
+
+
+@dataclass(frozen=True)
+class GroupWork:
+    """A hop's messages over a process group."""
+
+    transport: GroupTransport
+    works: list[dist.Work]
+    peers: list[tuple[str, int]]
+    label: str
+
+    def wait(self) -> None:
+        counters, start = self.transport.counters, time.perf_counter()
+        counters.wait = Wait(self.label, tuple(dict.fromkeys(peer for _, peer in self.peers)), start)
+        for i, work in enumerate(self.works):
+            self._wait_for(work, i)
+        counters.wait = None
+        counters.waiting_seconds += time.perf_counter() - start
+
+    def _wait_for(self, work: dist.Work, i: int) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            # NCCL gives one work for a whole batch: then any of these peers may be the lost one.
+            peers = self.peers if len(self.works) < len(self.peers) else [self.peers[i]]
+            raise self.transport.lost_peer(self.label, peers, error) from error

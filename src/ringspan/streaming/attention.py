@@ -10,16 +10,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ringspan.engine import Gradients, walk_backward, walk_forward
+from ringspan.engine import Gradients, run_backward, run_forward
 from ringspan.geometry import Pattern, as_int
 from ringspan.kernels import accumulation_dtype
 from ringspan.kernels.kernel import Needs
 from ringspan.planning import RankPlan
-from ringspan.ring.backend import drive
 from ringspan.streaming.job import Job, Progress, ShardDone, ShardNotes, Streamed, make_job
 from ringspan.streaming.sources import Sink, Source
 from ringspan.streaming.spool import Spool
-from ringspan.streaming.transport import SourceMail, backward_posts, forward_posts, run_pipeline, without_sends
+from ringspan.streaming.transport import (
+    SourceTransport,
+    backward_transfers,
+    forward_transfers,
+    run_pipeline,
+    without_sends,
+)
 
 
 def stream_attention(
@@ -89,9 +94,9 @@ def stream_attention(
 
     def compute(shard: int, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
         plan = without_sends(job.plan.rank(shard))
-        mail = SourceMail(source, job.packing_of, forward_posts(plan), parcel_reader, job.counters)
+        transport = SourceTransport(source, job.packing_of, forward_transfers(plan), parcel_reader, job.counters)
         with torch.no_grad(), notes.counting_parcels(shard):
-            out, lse = drive(walk_forward(plan, mail, *rows, scale=job.scale, kernel=job.kernel))
+            out, lse = run_forward(plan, transport, *rows, scale=job.scale, kernel=job.kernel)
             return out.to(source.shape.dtype), lse
 
     def write(shard: int, results: tuple[Tensor, Tensor]) -> None:
@@ -158,7 +163,7 @@ def stream_backward(
     The source has, beside q, k and v, the ``"out"`` and ``"lse"`` that `stream_attention` wrote, and ``"grad_out"``.
     The folder holds the progress of the run, so that it can be interrupted, and the spool: for each parcel, and each
     shard that uses it, as many rows in the accumulation dtype; that is what a ring with
-    ``passing="direct"`` sends home. It can be deleted after. Everything else is as for `stream_attention`.
+    ``routing="direct"`` sends home. It can be deleted after. Everything else is as for `stream_attention`.
     """
     folder = Path(folder)
     path = folder / "progress.jsonl"
@@ -202,11 +207,15 @@ def _run_pass(
     def compute(shard: int, rows: list[Tensor]) -> Gradients:
         plan = which.plan(job.plan.rank(shard))
         gradients = spool.of_shard(shard, plan, keep=which.fills_spool)
-        mail = SourceMail(job.source, job.packing_of, backward_posts(plan), parcel_reader, job.counters, gradients)
+        transport = SourceTransport(
+            job.source, job.packing_of, backward_transfers(plan), parcel_reader, job.counters, gradients
+        )
         grad_out, *others = rows
-        walk = walk_backward(plan, mail, grad_out, None, *others, scale=job.scale, kernel=job.kernel, needs=which.needs)
         with torch.no_grad(), notes.counting_parcels(shard):
-            dq, dk, dv = (None if x is None else x.to(job.source.shape.dtype) for x in drive(walk))
+            wide = run_backward(
+                plan, transport, grad_out, None, *others, scale=job.scale, kernel=job.kernel, needs=which.needs
+            )
+            dq, dk, dv = (None if x is None else x.to(job.source.shape.dtype) for x in wide)
         gradients.keep()
         return dq, dk, dv
 

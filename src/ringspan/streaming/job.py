@@ -381,7 +381,7 @@ def _planner(
             ring_size=shards,
             layout="contiguous",
             causal=causal,
-            passing="direct",
+            routing="direct",
             lengths=lengths,
             batch=shape.batch,
             heads=shape.heads,

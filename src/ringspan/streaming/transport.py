@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ringspan.planning import Message, Packing, Parcel, RankPlan
-from ringspan.ring.transport import Counters, Letters
+from ringspan.ring.transport import Counters, Messages
 from ringspan.schedule import parcel_rows
 from ringspan.streaming.sources import Source, keep_rows_memory, read_rows
 from ringspan.views import comb_view
@@ -80,7 +80,7 @@ class Gradients(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Post:
+class Transfer:
     """What a walk sends and awaits at once: parcels, which are only awaited here, or gradients of parcels."""
 
     sends: tuple[Message, ...] = ()
@@ -93,28 +93,28 @@ def without_sends(plan: RankPlan) -> RankPlan:
     return replace(plan, hops=tuple(replace(hop, sends=()) for hop in plan.hops))
 
 
-def forward_posts(plan: RankPlan) -> Iterator[Post]:
-    """The posts of `walk_forward`, in order: each hop's parcels, and an empty one at the end."""
+def forward_transfers(plan: RankPlan) -> Iterator[Transfer]:
+    """The transfers of a forward run, in order: each hop's parcels, and an empty one at the end."""
     for hop in plan.hops[1:]:
-        yield Post(receives=hop.receives)
-    yield Post()
+        yield Transfer(receives=hop.receives)
+    yield Transfer()
 
 
-def backward_posts(plan: RankPlan) -> Iterator[Post]:
-    """The posts of `walk_backward`: the parcels of each hop, then the gradients of the one before."""
-    for parcels, hop in zip(forward_posts(plan), plan.hops, strict=True):
+def backward_transfers(plan: RankPlan) -> Iterator[Transfer]:
+    """The transfers of a backward run: the parcels of each hop, then the gradients of the one before."""
+    for parcels, hop in zip(forward_transfers(plan), plan.hops, strict=True):
         yield parcels
-        yield Post(hop.gradients_out, hop.gradients_in, of_gradients=True)
+        yield Transfer(hop.gradients_out, hop.gradients_in, of_gradients=True)
 
 
-class SourceMail:
+class SourceTransport:
     """One shard's access to the rows of all others."""
 
     def __init__(
         self,
         source: Source,
         packing_of: Callable[[Parcel], Packing],
-        posts: Iterator[Post],
+        posts: Iterator[Transfer],
         reader: Executor,
         counters: Counters,
         gradients: Gradients | None = None,
@@ -122,16 +122,16 @@ class SourceMail:
         self._source, self._packing_of, self._posts, self._reader = source, packing_of, deque(posts), reader
         self.counters, self._gradients = counters, gradients
 
-    def post(self, sends: Letters, receives: Letters, label: str) -> ReadingFlight:
+    def send_receive(self, sends: Messages, receives: Messages, label: str) -> ReadingWork:
         post = self._posts.popleft()
         self.counters.count(sends, receives)
         _check_sizes(label, post.sends, sends)
         _check_sizes(label, post.receives, receives)
         if not (sends or receives):
-            return ReadingFlight(())
-        return ReadingFlight([self._reader.submit(without_gradients(self._move), post, sends, receives)])
+            return ReadingWork(())
+        return ReadingWork([self._reader.submit(without_gradients(self._move), post, sends, receives)])
 
-    def _move(self, post: Post, sends: Letters, receives: Letters) -> None:
+    def _move(self, post: Transfer, sends: Messages, receives: Messages) -> None:
         if not post.of_gradients:
             for message, (_, buffer) in zip(post.receives, receives, strict=True):
                 self._read_parcel(message.parcel, buffer)
@@ -156,7 +156,7 @@ class SourceMail:
 
 
 @dataclass(frozen=True)
-class ReadingFlight:
+class ReadingWork:
     """Parcels that a thread is reading."""
 
     readings: Sequence[Future[None]]
@@ -166,8 +166,8 @@ class ReadingFlight:
             reading.result()
 
 
-def _check_sizes(label: str, messages: Sequence[Message], letters: Letters) -> None:
-    """A walk that posts something else than its plan says would be filled with the wrong rows: never in silence."""
-    wanted, found = [m.parcel.rows for m in messages], [buffer.shape[2] for _, buffer in letters]
+def _check_sizes(label: str, planned: Sequence[Message], posted: Messages) -> None:
+    """A run that posts other messages than its plan would be filled with the wrong rows: an error instead."""
+    wanted, found = [m.parcel.rows for m in planned], [buffer.shape[2] for _, buffer in posted]
     if wanted != found:
-        raise RuntimeError(f"{label}: the plan has letters of {wanted} rows, the walk posts {found}")
+        raise RuntimeError(f"{label}: the plan has messages of {wanted} rows, but {found} were posted")

@@ -8,7 +8,7 @@ from typing import Any
 
 from ringspan.geometry import Documents, Full, Pattern
 from ringspan.layout import Layout, LayoutName
-from ringspan.planning import Memory, Passing, RingPlan, Sizes, check_passing
+from ringspan.planning import Memory, RingPlan, Routing, Sizes, check_routing
 from ringspan.planning.breakeven import BreakEven, LayoutAdvice
 from ringspan.tools.pages import Rows, Table
 from ringspan.tools.rates import KnownRates
@@ -65,7 +65,7 @@ def make_plans(
     layouts: tuple[LayoutName, ...],
     *,
     causal: bool,
-    passing: Passing,
+    routing: Routing,
     batch: int,
     heads: int,
     kv_heads: int,
@@ -76,7 +76,7 @@ def make_plans(
 
     >>> from ringspan.geometry import Full
     >>> plans = make_plans(
-    ...     Full(), 4096, 4, ("contiguous",), causal=True, passing="relay",
+    ...     Full(), 4096, 4, ("contiguous",), causal=True, routing="relay",
     ...     batch=1, heads=8, kv_heads=8, dim=64, dtype="float32",
     ... )
     >>> plans["contiguous"].bytes_sent(0)
@@ -84,12 +84,12 @@ def make_plans(
     """
     if dtype not in NUMBER_BYTES:
         raise ValueError(f"dtype={dtype!r}: must be one of {', '.join(NUMBER_BYTES)}")
-    check_passing(passing)
+    check_routing(routing)
     accumulated = "float64" if dtype == "float64" else "float32"
     sizes = Sizes(batch, heads, kv_heads, dim, NUMBER_BYTES[dtype], NUMBER_BYTES[accumulated])
     documents = Documents((tokens,))
     return {
-        name: RingPlan(pattern, documents, Layout(name, tokens, ring_size), causal, passing, sizes) for name in layouts
+        name: RingPlan(pattern, documents, Layout(name, tokens, ring_size), causal, routing, sizes) for name in layouts
     }
 
 
@@ -136,7 +136,7 @@ def headline(plan: RingPlan, dtype: str) -> str:
     batch = f", batch {sizes.batch}" if sizes.batch > 1 else ""
     return (
         f"{plan.layout.rows:,} tokens over {size:,} rank{'' if size == 1 else 's'}, {pattern_text(plan.pattern)}, "
-        f"{'causal' if plan.causal else 'not causal'}, {heads} of {sizes.dim}, {dtype}{batch}, passing: {plan.passing}"
+        f"{'causal' if plan.causal else 'not causal'}, {heads} of {sizes.dim}, {dtype}{batch}, routing: {plan.routing}"
     )
 
 
@@ -228,7 +228,7 @@ def as_document(
         "tokens": plan.layout.rows,
         "ranks": plan.layout.ring_size,
         "causal": plan.causal,
-        "passing": plan.passing,
+        "routing": plan.routing,
         "dtype": dtype,
         "sizes": asdict(plan.sizes),
         "layouts": {

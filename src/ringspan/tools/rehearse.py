@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from ringspan import kernels
-from ringspan.engine import walk_backward, walk_forward
+from ringspan.engine import run_backward, run_forward
 from ringspan.planning import RingPlan
 from ringspan.planning.routes import node_of
-from ringspan.ring.backend import drive
-from ringspan.ring.transport import Counters, Letters
+from ringspan.ring.transport import Counters, Messages
 from ringspan.runtime.device import Device, this_ranks_device
 from ringspan.runtime.launch import run_local_ranks
 from ringspan.tools.measure import Stopwatch, is_disturbed
@@ -101,7 +100,7 @@ class Clock:
 _POOL_NUMBERS = 2**14  # few, since they count as memory of the rank
 
 
-class StandInMail:
+class StandInTransport:
     """One rank's access to a ring that is not there."""
 
     def __init__(self, rank: int, network: Network, device: torch.device, synchronize: Callable[[], None]) -> None:
@@ -109,7 +108,7 @@ class StandInMail:
         self._pool = torch.randn(_POOL_NUMBERS, generator=torch.Generator().manual_seed(0)).to(device)
         self.clock = Clock(network)
 
-    def post(self, sends: Letters, receives: Letters, label: str) -> StandInFlight:
+    def send_receive(self, sends: Messages, receives: Messages, label: str) -> StandInWork:
         self.synchronize()
         with self.clock.aside():
             self.counters.count(sends, receives)
@@ -117,10 +116,10 @@ class StandInMail:
             for _, buffer in receives:
                 self._fill(buffer)
             self.synchronize()
-            return StandInFlight(self, self.clock.arrival(sizes))
+            return StandInWork(self, self.clock.arrival(sizes))
 
-    def _bytes(self, letters: Letters, across: bool) -> int:
-        return sum(x.nbytes for peer, x in letters if self.network.is_across(self.rank, peer) == across)
+    def _bytes(self, messages: Messages, across: bool) -> int:
+        return sum(x.nbytes for peer, x in messages if self.network.is_across(self.rank, peer) == across)
 
     def _fill(self, buffer: Tensor) -> None:
         numbers = buffer.view(-1)
@@ -130,14 +129,14 @@ class StandInMail:
 
 
 @dataclass(frozen=True)
-class StandInFlight:
-    mail: StandInMail
+class StandInWork:
+    transport: StandInTransport
     arrival: float
 
     def wait(self) -> None:
-        self.mail.synchronize()
-        with self.mail.clock.aside():
-            self.mail.counters.waiting_seconds += self.mail.clock.wait_until(self.arrival)
+        self.transport.synchronize()
+        with self.transport.clock.aside():
+            self.transport.counters.waiting_seconds += self.transport.clock.wait_until(self.arrival)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,34 +226,34 @@ def _run(
         shape = (sizes.batch, own.rows, heads, sizes.dim)
         return torch.empty(shape, dtype=dtype, device=device.device).normal_()
 
-    def new_mail() -> StandInMail:
-        return StandInMail(rank, network, device.device, _synchronize_for(device))
+    def new_transport() -> StandInTransport:
+        return StandInTransport(rank, network, device.device, _synchronize_for(device))
 
     q, k, v = rows(sizes.heads), rows(sizes.kv_heads), rows(sizes.kv_heads)
     with torch.no_grad():
-        mail = new_mail()
-        wide_out, lse = drive(walk_forward(own, mail, q, k, v, scale=scale, kernel=kernel))
+        transport = new_transport()
+        wide_out, lse = run_forward(own, transport, q, k, v, scale=scale, kernel=kernel)
         out = wide_out.to(dtype)  # as the operator hands it out
         del wide_out
-        figures = [_figures(mail)]
+        figures = [_figures(transport)]
         if backward:
             grad_out = torch.ones_like(out)
-            mail = new_mail()
+            transport = new_transport()
             needs = (True, True, True)
-            walk = walk_backward(own, mail, grad_out, None, q, k, v, out, lse, scale=scale, kernel=kernel, needs=needs)
-            wide = drive(walk)
+            tensors = (grad_out, None, q, k, v, out, lse)
+            wide = run_backward(own, transport, *tensors, scale=scale, kernel=kernel, needs=needs)
             _ = [x.to(dtype) for x in wide if x is not None]
-            figures.append(_figures(mail))
+            figures.append(_figures(transport))
     return figures
 
 
-def _figures(mail: StandInMail) -> PassFigures:
-    mail.synchronize()
-    with mail.clock.aside():
-        counted = mail.counters
+def _figures(transport: StandInTransport) -> PassFigures:
+    transport.synchronize()
+    with transport.clock.aside():
+        counted = transport.counters
     return PassFigures(
-        mail.clock.working,
-        mail.clock.waiting,
+        transport.clock.working,
+        transport.clock.waiting,
         counted.bytes_sent,
         counted.bytes_received,
         counted.messages_sent,

@@ -17,7 +17,7 @@ import torch
 
 from ringspan.geometry import Pattern
 from ringspan.planning.api import plan
-from ringspan.schedule import travel_seconds
+from ringspan.schedule import communication_seconds
 from ringspan.train.config import TrainSettings
 from ringspan.train.distributed import Crew
 from ringspan.train.watchdog import Straggler
@@ -83,7 +83,7 @@ def travel_of_a_step(crew: Crew, settings: TrainSettings) -> float:
             dtype=dtype,
         )
         forward, backward = (sum(priced.bytes_sent(r, backward=b) for r in range(ring.size)) for b in (False, True))
-        seconds = travel_seconds(ring, pattern, settings.tokens, k, v, causal=True)
+        seconds = communication_seconds(ring, pattern, settings.tokens, k, v, causal=True)
         known[pattern] = seconds * (1 + backward / forward) if forward else 0.0
     return settings.accumulate * sum(known[pattern] for pattern in patterns)
 

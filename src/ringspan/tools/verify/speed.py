@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ringspan.planning.api import plan
-from ringspan.schedule import travel_seconds
+from ringspan.schedule import communication_seconds
 from ringspan.tools.measure import busy_seconds
 from ringspan.tools.verify.check import ByRing, Check, answers_to, check_with
 from ringspan.tools.verify.examination import Examination
@@ -78,7 +78,7 @@ def ask_overlap(examination: Examination) -> OverlapAnswer | None:
         found = examination.call(rows, case, True, backward=False)
         waited.append(bound.ring.counters.waiting_seconds)
         examination.compare(expected, found)
-        travelled.append(travel_seconds(bound.ring, case.pattern, case.tokens, rows[1], rows[2], causal=True))
+        travelled.append(communication_seconds(bound.ring, case.pattern, case.tokens, rows[1], rows[2], causal=True))
     return OverlapAnswer(statistics.median(waited), statistics.median(travelled))
 
 
