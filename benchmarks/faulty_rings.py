@@ -24,9 +24,9 @@ from ringspan.tools.measure import describe_machine, one_line
 from ringspan.tools.pages import markdown_table, write_into
 
 COMMAND = ("verify", "--attention", "{target}")
-HONEST = ("tests.verify.faulty:honest",)
+HONEST = ("tests.tools.verify.faulty:honest",)
 PAGE = Path(__file__).parent.parent / "docs/verify.md"
-TWELVE: tuple[str, ...] = import_module("tests.verify.faulty").TWELVE
+TWELVE: tuple[str, ...] = import_module("tests.tools.verify.faulty").TWELVE
 RESULTS = Path(__file__).parent / "results/faulty_rings.json"
 VERDICTS = {0: "real", 1: "exposed", 3: "not proven"}
 
@@ -68,7 +68,7 @@ def what(target: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
-    targets = [*HONEST, *(f"tests.verify.faulty:{name}" for name in TWELVE)]
+    targets = [*HONEST, *(f"tests.tools.verify.faulty:{name}" for name in TWELVE)]
     results: dict[str, dict[str, Any]] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for machine, at_a_time in (("quiet", 1), ("busy", 2)):
         found = results.setdefault(machine, {})

@@ -48,7 +48,7 @@ def test_a_ring_that_was_not_examined_is_not_proven(tmp_path: Path) -> None:
 
 
 def test_a_faulty_ring_ends_with_status_1_and_its_name(tmp_path: Path) -> None:
-    target = "tests.verify.faulty:raises"
+    target = "tests.tools.verify.faulty:raises"
     done = ringspan("verify", "--attention", target, "--ranks", "1", "--out", str(tmp_path))
     assert done.returncode == 1
     assert "This is not the ring it should be" in done.stdout

@@ -17,7 +17,7 @@ from ringspan.tools.bench.summaries import summarize
 from ringspan.tools.bench.tables import idle_rings, terminal_tables
 from ringspan.tools.bench.trials import Limits, Trial
 from ringspan.tools.pages import Page, Picture, Table, rich_table
-from tests.bench.examples import ROOMY, case, measured
+from tests.tools.bench.examples import ROOMY, case, measured
 
 
 def cells_of(page: Page, title: str) -> list[list[str]]:

@@ -25,7 +25,7 @@ from ringspan.tools.verify.report import make_page
 from ringspan.tools.verify.run import QUESTIONS, LocalTeam, examine, judge, no_answers
 from ringspan.tools.verify.settings import Settings, Subject, default_tokens, settings_for, shortened
 from ringspan.tools.verify.speed import SpeedAnswer
-from tests.verify.faulty import TWELVE
+from tests.tools.verify.faulty import TWELVE
 
 # Memory is measured of these; it takes rings of 4 and 8.
 LARGE = ("honest", "gathers_all_keys")
@@ -86,7 +86,7 @@ def answers_of(subjects: tuple[Subject, ...], settings: Settings, memory: bool) 
 
 def examined(name: str) -> tuple[Subject, ByRing, Settings]:
     names = LARGE if name in LARGE else SMALL
-    subjects = tuple(Subject.load(f"tests.verify.faulty:{each}") for each in names)
+    subjects = tuple(Subject.load(f"tests.tools.verify.faulty:{each}") for each in names)
     settings = settings_of(subjects[0], [1, 2], 4224, "float32")
     return subjects[names.index(name)], answers_of(subjects, settings, name in LARGE)[names.index(name)], settings
 
@@ -267,7 +267,9 @@ def test_the_named_pattern_is_run_and_rates_are_never_changed() -> None:
 
 
 def test_cases_cover_odd_rows_batches_heads_and_lengths() -> None:
-    settings = settings_for(Subject("tests.verify.faulty:honest", Full(), "contiguous"), [1, 2, 4], 8192, "float32")
+    settings = settings_for(
+        Subject("tests.tools.verify.faulty:honest", Full(), "contiguous"), [1, 2, 4], 8192, "float32"
+    )
     assert all(case.tokens % 4 == 0 and case.tokens // 4 % 2 for case in settings.exact)
     assert {1, 3, 5} < {case.heads for case in settings.exact}
     assert {1, 2, 3} <= {case.batch for case in settings.exact}
@@ -286,9 +288,9 @@ def test_shortened_patterns_keep_their_rates() -> None:
     ("target", "reason"),
     [
         ("no.such.module:f", "No module named"),
-        ("tests.verify.faulty:nothing", "nothing"),
-        ("tests.verify.faulty", "package.module:function"),
-        ("tests.verify.faulty:rs", "must be a function"),
+        ("tests.tools.verify.faulty:nothing", "nothing"),
+        ("tests.tools.verify.faulty", "package.module:function"),
+        ("tests.tools.verify.faulty:rs", "must be a function"),
     ],
 )
 def test_a_target_that_is_no_function_is_refused(target: str, reason: str) -> None:

@@ -10,7 +10,7 @@ import ringspan as rs
 from ringspan.tools.bench.cases import Case, case_from_json, make_cases
 from ringspan.tools.bench.ladder import Settings, Store, run_cases
 from ringspan.tools.bench.trials import Limits, Trial
-from tests.bench.examples import ROOMY, case, measured
+from tests.tools.bench.examples import ROOMY, case, measured
 
 Run = Callable[[Case, int, Limits, int], Trial]
 

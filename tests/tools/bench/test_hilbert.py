@@ -30,7 +30,7 @@ def test_quick_prints_one_document_and_writes_a_page(tmp_path: Path) -> None:
 
 
 def test_docs_have_room_for_the_tables() -> None:
-    text = (Path(__file__).parent.parent.parent / "docs/hilbert.md").read_text()
+    text = (Path(__file__).parents[3] / "docs/hilbert.md").read_text()
     assert text.count(f"<!-- {MARKER} -->") == text.count(f"<!-- end of {MARKER} -->") == 1
 
 

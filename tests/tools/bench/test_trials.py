@@ -11,7 +11,7 @@ import ringspan as rs
 from ringspan.tools.bench.cases import case_from_json
 from ringspan.tools.bench.ladder import OVERHEAD_BYTES, plan_of, planned_bytes
 from ringspan.tools.bench.trials import Limits, Trial, run_trial, trial_from_json
-from tests.bench.examples import ROOMY, SMALL, case
+from tests.tools.bench.examples import ROOMY, SMALL, case
 
 SLOW = replace(SMALL, tokens=2**19, ranks=2, heads=4, pattern=rs.Full())  # many minutes, if nobody ends it
 

@@ -4,7 +4,7 @@ import pytest
 
 from ringspan.tools.bench.summaries import Spread, reaches, speed_up, summarize
 from ringspan.tools.bench.trials import Trial
-from tests.bench.examples import ROOMY, case, measured
+from tests.tools.bench.examples import ROOMY, case, measured
 
 
 def test_medians_and_spread() -> None:
