@@ -19,7 +19,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 # These start processes, and some watch the loopback interface: with pytest-xdist one worker runs them all, one by one.
 START_PROCESSES = (
-    "bench/test_trials.py",
+    "tools/bench/test_trials.py",
     "cli/test_failures.py",
     "cli/test_generate.py",
     "cli/test_interrupts.py",
@@ -29,15 +29,15 @@ START_PROCESSES = (
     "decoding/test_ranks.py",
     "ring/test_faults.py",
     "ring/test_processes.py",
-    "rehearse",
+    "tools/test_rehearse.py",
     "streaming/test_killed.py",
-    "train/test_checkpoints.py",
+    "train/test_checkpoint.py",
     "train/test_faults.py",
-    "train/test_needs.py",
-    "train/test_guard.py",
+    "train/test_estimate.py",
+    "train/test_watchdog.py",
     "train/test_ranks.py",
     "train/test_safety.py",
-    "verify",
+    "tools/verify",
 )
 
 
