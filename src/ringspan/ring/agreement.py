@@ -8,7 +8,6 @@ fingerprint of these rows, which must not be the same on all ranks.
 from __future__ import annotations
 
 import hashlib
-import json
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringspan.ring.transport import RingError
+from ringspan.runtime.collectives import all_gather_json
 
 _METADATA_BYTES = 1024
 OWN = ("rows", "fingerprint")
@@ -23,13 +23,10 @@ OWN = ("rows", "fingerprint")
 
 def exchange_metadata(metadata: dict[str, Any], group: dist.ProcessGroup, device: torch.device) -> list[dict[str, Any]]:
     """The metadata of all ranks, in order of rank."""
-    mine = _encode(metadata).to(device)
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     try:
-        dist.all_gather(every, mine, group=group)
+        return all_gather_json(metadata, group=group, device=device, max_bytes=_METADATA_BYTES)
     except RuntimeError as error:
         raise RingError(f"the all-gather before the call failed: a rank is gone or stuck: {error}") from error
-    return [_decode(x) for x in every]
 
 
 def check_agreement(by_rank: list[dict[str, Any]]) -> None:
@@ -77,15 +74,3 @@ def by_value(values: list[Any]) -> str:
 def digest(text: str, at_most: int = 200) -> str:
     """The text itself or, if it is long, its beginning and a digest of the whole."""
     return text if len(text) <= at_most else f"{text[: at_most - 20]}..{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-
-
-def _encode(metadata: dict[str, Any]) -> Tensor:
-    data = json.dumps(metadata).encode()
-    if len(data) > _METADATA_BYTES:
-        raise RingError(f"metadata of {len(data)} bytes: at most {_METADATA_BYTES}; shorten it with digest()")
-    return torch.frombuffer(bytearray(data.ljust(_METADATA_BYTES)), dtype=torch.uint8)
-
-
-def _decode(data: Tensor) -> dict[str, Any]:
-    metadata: dict[str, Any] = json.loads(bytes(data.tolist()))
-    return metadata

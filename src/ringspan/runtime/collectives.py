@@ -1,4 +1,7 @@
-"""Collectives over JSON: every rank sends a value, every rank gets all of them. Nothing from a peer is unpickled."""
+"""Collectives over JSON and floats: each rank contributes a value and receives the values of all ranks.
+
+Nothing that a peer sends is unpickled.
+"""
 
 from __future__ import annotations
 
@@ -8,45 +11,56 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn import functional as F
+from torch import Tensor
 
 from ringspan.runtime.settings import RunError
 
-
-def exchange_texts(mine: str, device: torch.device) -> list[str]:
-    """The texts of all ranks of the whole group, in order of rank; lengths travel first."""
-    content = torch.tensor(list(mine.encode()), dtype=torch.uint8, device=device)
-    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(lengths, torch.tensor([len(content)], device=device))
-    counts = [int(length) for length in lengths]
-    padded = F.pad(content, (0, max(counts) - len(content)))
-    every = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(every, padded)
-    return [bytes(x[:count].tolist()).decode() for x, count in zip(every, counts, strict=True)]
+CPU = torch.device("cpu")
 
 
-def together(task: Callable[[], Any], device: torch.device) -> list[Any]:
-    """Run a task on every rank; what each rank's task returned, which must fit JSON.
+def all_gather_json(
+    value: Any, *, group: dist.ProcessGroup | None = None, device: torch.device = CPU, max_bytes: int | None = None
+) -> list[Any]:
+    """The values of all ranks of ``group`` (default: the whole world), in order of rank; each must fit JSON.
 
-    If a task fails for want of a file or because of what is in one (OSError, RunError), every rank raises the same
-    RunError, which names the ranks. Nobody returns before everybody's task is over.
+    ``device`` must suit the backend of the group. With ``max_bytes`` the value is padded to that size and a single
+    collective suffices; without it, ranks exchange the sizes first. Raises ValueError if the value is larger.
+    """
+    content = json.dumps(value).encode()
+    size = max_bytes
+    if size is None:
+        size = max(int(x) for x in _all_gather(torch.tensor([len(content)], device=device), group))
+    if len(content) > size:
+        raise ValueError(f"{len(content)} bytes of JSON: at most max_bytes={size}; shorten the value")
+    padded = torch.frombuffer(bytearray(content.ljust(size)), dtype=torch.uint8).to(device)
+    return [json.loads(bytes(x.tolist())) for x in _all_gather(padded, group)]
+
+
+def all_gather_floats(*values: float, device: torch.device = CPU) -> Tensor:
+    """The values of all ranks, (ranks, values), in fp64 on the CPU."""
+    return torch.stack(_all_gather(torch.tensor(values, dtype=torch.float64, device=device), None)).cpu()
+
+
+def run_on_all_ranks(task: Callable[[], Any], device: torch.device = CPU) -> list[Any]:
+    """Run ``task`` on every rank and return the results of all ranks, which must fit JSON.
+
+    No rank returns before all tasks have ended. If a task raises OSError or RunError (a missing or invalid file), every
+    rank raises the same RunError, which names the failed ranks.
     """
     try:
-        note = {"found": task()}
+        outcome = {"result": task()}
     except (OSError, RunError) as error:
-        note = {"failure": str(error)}
-    notes = [json.loads(text) for text in exchange_texts(json.dumps(note), device)]
-    failures = {rank: their["failure"] for rank, their in enumerate(notes) if "failure" in their}
-    if not failures:
-        return [their["found"] for their in notes]
-    if len(failures) == len(notes) and len(set(failures.values())) == 1:
-        raise RunError(failures[0])
-    raise RunError("; ".join(f"rank {rank}: {failure}" for rank, failure in failures.items()))
+        outcome = {"error": str(error)}
+    outcomes = all_gather_json(outcome, device=device)
+    errors = {rank: each["error"] for rank, each in enumerate(outcomes) if "error" in each}
+    if not errors:
+        return [each["result"] for each in outcomes]
+    if len(errors) == len(outcomes) and len(set(errors.values())) == 1:
+        raise RunError(errors[0])
+    raise RunError("; ".join(f"rank {rank}: {error}" for rank, error in errors.items()))
 
 
-def figures_of_all(device: torch.device, *mine: float) -> torch.Tensor:
-    """A few figures of every rank, (ranks, figures), in fp64 on the CPU."""
-    row = torch.tensor(mine, dtype=torch.float64, device=device)
-    every = [torch.empty_like(row) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, row)
-    return torch.stack(every).cpu()
+def _all_gather(mine: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
+    by_rank = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(by_rank, mine, group=group)
+    return by_rank

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ringspan.runtime.collectives import together
+from ringspan.runtime.collectives import run_on_all_ranks
 from ringspan.runtime.files import checksum, sync, write_whole
 from ringspan.runtime.settings import RunError
 from ringspan.train.config import TrainSettings
@@ -243,11 +243,11 @@ class Checkpoints:
         writing = path.with_name(path.name + _WRITING)
         pieces = pieces_of(_tensors(step, *get_state_dict(model, optimizer)), rank)
         try:
-            together(lambda: self._begin(writing, path) if rank == 0 else None, device)
-            parts = together(lambda: write_part(writing, rank, pieces), device)
+            run_on_all_ranks(lambda: self._begin(writing, path) if rank == 0 else None, device)
+            parts = run_on_all_ranks(lambda: write_part(writing, rank, pieces), device)
             files = {part["name"]: (part["bytes"], part["sha256"]) for part in parts if part}
             manifest = Manifest(step, dist.get_world_size(), files)
-            together(lambda: self._finish(writing, path, manifest) if rank == 0 else None, device)
+            run_on_all_ranks(lambda: self._finish(writing, path, manifest) if rank == 0 else None, device)
         except RunError as error:
             if rank == 0:
                 shutil.rmtree(writing, ignore_errors=True)  # on a full disk it would only be in the way
@@ -262,7 +262,7 @@ class Checkpoints:
         """
         rank, world = dist.get_rank(), dist.get_world_size()
         # What rank 0 sees is what counts: on shared file systems others may see a new folder later.
-        (latest, *_) = together(lambda: self.steps()[-1:] if rank == 0 else [], device)
+        (latest, *_) = run_on_all_ranks(lambda: self.steps()[-1:] if rank == 0 else [], device)
         if not latest:
             return None
         folder = self.path_of(latest[0])
@@ -274,10 +274,10 @@ class Checkpoints:
             for name in sorted(manifest.files)[rank::world]:
                 check_part(folder, name, manifest)
 
-        together(check, device)
+        run_on_all_ranks(check, device)
         weights, moments = get_state_dict(model, optimizer)
         state = _tensors(0, weights, moments)
-        together(lambda: read_pieces(folder, read_manifest(folder), pieces_of(state, rank)), device)
+        run_on_all_ranks(lambda: read_pieces(folder, read_manifest(folder), pieces_of(state, rank)), device)
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
         torch.set_rng_state(state["random"])
         return int(state["step"])

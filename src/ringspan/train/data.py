@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringspan.runtime.collectives import together
+from ringspan.runtime.collectives import run_on_all_ranks
 from ringspan.runtime.files import write_whole
 from ringspan.train.config import TrainSettings
 from ringspan.train.lock import LOCK
@@ -286,7 +286,7 @@ def select_together(settings: TrainSettings, resumes: bool, device: torch.device
             return {"refusal": str(error)}
         return {"files": len(found[0].files), "bytes": found[0].bytes, "digest": found[0].digest}
 
-    every = together(select, device)
+    every = run_on_all_ranks(select, device)
     refusals = [theirs["refusal"] for theirs in every if "refusal" in theirs]
     if refusals:
         raise ValueError(refusals[0])

@@ -22,7 +22,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 import ringspan as rs
 from ringspan.models import LongNet
 from ringspan.models.config import save_weights
-from ringspan.runtime.collectives import figures_of_all, together
+from ringspan.runtime.collectives import all_gather_floats, run_on_all_ranks
 from ringspan.runtime.files import write_whole
 from ringspan.runtime.settings import RunError
 from ringspan.train.checkpoint import SETTINGS, STEPS, Checkpoints
@@ -55,7 +55,7 @@ def _first_bad_gradient(model: nn.Module) -> str:
     """The first weight with a gradient that is not finite, and the ranks that hold the bad part of it."""
     gradients = [(name, _local(weight.grad)) for name, weight in model.named_parameters() if weight.grad is not None]
     bad = [number for number, (_, gradient) in enumerate(gradients) if not gradient.isfinite().all()]
-    firsts = figures_of_all(gradients[0][1].device, min(bad, default=len(gradients)))[:, 0].tolist()
+    firsts = all_gather_floats(min(bad, default=len(gradients)), device=gradients[0][1].device)[:, 0].tolist()
     first = int(min(firsts))
     if first == len(gradients):
         return "each number is, but their norm overflows"
@@ -136,7 +136,7 @@ class Trainer:
         """
         last = self.settings.steps if until is None else until
         try:
-            together(self._write_settings, self.crew.device.device)
+            run_on_all_ranks(self._write_settings, self.crew.device.device)
             while self.next_step < last and not self.is_stopping:
                 report(self._step(self.next_step))
                 if self.next_step % self.settings.save_every == 0 or self.next_step == last or self.is_stopping:
@@ -166,7 +166,7 @@ class Trainer:
                 save_weights(folder, self.settings.model.to_json(), weights)  # type: ignore[arg-type]
                 write_whole(folder / STEPS, f"{self.next_step}\n")
 
-        together(write, self.crew.device.device)
+        run_on_all_ranks(write, self.crew.device.device)
 
     def close(self) -> None:
         """Leave the group; all ranks together, when all is well."""
@@ -191,7 +191,7 @@ class Trainer:
         weights = [weight for weight in self.model.parameters() if weight.grad is not None]
         norm = get_total_norm([weight.grad for weight in weights if weight.grad is not None])
         gradient_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
-        losses = figures_of_all(crew.device.device, loss.item())[:, 0]
+        losses = all_gather_floats(loss.item(), device=crew.device.device)[:, 0]
         check_finite(number, losses, gradient_norm, self.model, self.checkpoints)
         if settings.clip:
             clip_grads_with_norm_(weights, settings.clip, norm)
@@ -199,7 +199,7 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
         spent = crew.device.peak_bytes(), crew.ring.counters.waiting_seconds
-        figures = figures_of_all(crew.device.device, *spent, self._is_asked_to_stop)
+        figures = all_gather_floats(*spent, self._is_asked_to_stop, device=crew.device.device)
         self.is_stopping = bool(figures[:, 2].any())  # the same on every rank
         waits = figures[:, 1].tolist()
         seconds = time.perf_counter() - start

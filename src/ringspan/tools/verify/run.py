@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ringspan.runtime.collectives import exchange_texts
+from ringspan.runtime.collectives import all_gather_json
 from ringspan.runtime.device import Cpu, Device, this_ranks_device
 from ringspan.runtime.launch import run_local_ranks
 from ringspan.tools.verify import check, exactness, examination, memory, reach, speed, wire, work
@@ -33,7 +33,7 @@ _KINDS = {
 
 def tell_all(mine: Any, device: torch.device) -> list[Any]:
     """What each rank of the whole group has to tell, in order of rank."""
-    return [read(text) for text in exchange_texts(write(mine), device)]
+    return [read(text) for text in all_gather_json(write(mine), device=device)]
 
 
 def write(told: Any) -> str:
