@@ -15,6 +15,9 @@ import ringspan as rs
 from ringspan.cli import console
 from ringspan.cli.app import app
 from ringspan.runtime.settings import RunError
+from tests.ranks import starts_processes
+
+pytestmark = starts_processes
 
 HANG = 300  # seconds
 NOWHERE = Path("/proc/ringspan")  # nobody can write there, not even root

@@ -13,6 +13,9 @@ import torch
 
 from ringspan.models import LongNet, LongNetConfig
 from ringspan.train.config import TrainSettings
+from tests.ranks import starts_processes
+
+pytestmark = starts_processes
 
 CONFIG = LongNetConfig.named("nano", segment_lengths=(16, 64), dilation_rates=(1, 4))
 

@@ -16,6 +16,9 @@ import pytest
 from ringspan.models import LongNet, LongNetConfig
 from ringspan.train.config import TrainSettings
 from ringspan.train.metrics import read_metrics
+from tests.ranks import starts_processes
+
+pytestmark = starts_processes
 
 ROOT = Path(__file__).parent.parent.parent
 SMALL = (

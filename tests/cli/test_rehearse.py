@@ -6,6 +6,9 @@ import pytest
 from typer.testing import CliRunner
 
 from ringspan.cli.app import app
+from tests.ranks import starts_processes
+
+pytestmark = starts_processes
 
 SMALL = ["--tokens", "64k", "--heads", "2", "--dim", "16", "--threads", "1"]
 

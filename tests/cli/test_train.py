@@ -15,6 +15,9 @@ import pytest
 from typer.testing import CliRunner
 
 from ringspan.cli.app import app
+from tests.ranks import starts_processes
+
+pytestmark = starts_processes
 
 SMALL = ("--model", "nano", "--segment-lengths", "32,256", "--dilation-rates", "1,4", "--tokens", "512", "--steps", "3")
 

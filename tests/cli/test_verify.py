@@ -13,7 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-pytestmark = pytest.mark.timeout(900)
+from tests.ranks import starts_processes
+
+pytestmark = [starts_processes, pytest.mark.timeout(900)]
 SMALL = ["--pattern", "128x1,1024x8", "--tokens", "4k"]
 ROOT = Path(__file__).parent.parent.parent
 

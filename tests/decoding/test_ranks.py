@@ -1,53 +1,197 @@
-"""Decoding over real gloo processes: one launch for each ring size runs all of `tasks`; each task is a test here."""
+"""Rank tests of decoding: prefill over a ring, gathered and sharded caches, and steps on real gloo processes."""
 
-from functools import lru_cache
+from __future__ import annotations
+
+import random
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 import ringspan as rs
+from ringspan.decoding import Sampler
+from ringspan.models import Decoder, LongNet, LongNetConfig
 from ringspan.oracle import dense_attention
-from ringspan.runtime.launch import run_local_ranks
-from tests.decoding import tasks
 from tests.exactness import inputs
-from tests.rank_tasks import run_tasks
+from tests.ranks import on_ranks
 
 
-@lru_cache
-def failures(size: int) -> list[dict[str, str]]:
-    return run_local_ranks(size, run_tasks, tasks.__name__, tasks.TASKS)
+def close(x: Tensor, y: Tensor) -> None:
+    torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("task", tasks.TASKS)
-@pytest.mark.parametrize("size", [2, 3])
-def test_on_every_rank(size: int, task: str) -> None:
-    failed = {rank: found[task] for rank, found in enumerate(failures(size)) if found[task]}
-    assert not failed, "\n".join(f"rank {rank}:\n{text}" for rank, text in failed.items())
+def _random_pattern() -> rs.Pattern:
+    if random.random() < 0.15:
+        return rs.Full()
+    branches = random.randint(1, 3)
+    return rs.Dilated(
+        tuple(random.randint(1, 40) for _ in range(branches)),
+        tuple(random.randint(1, 5) for _ in range(branches)),
+        random.choice(["interleaved", "blocked"]),
+        random.choice([0, 0, 3, 17]),
+    )
 
 
-@pytest.mark.parametrize("lengths", [None, (20, 0, 31)])
-def test_a_simulated_ring_reads_a_prompt_too(lengths: tuple[int, ...] | None) -> None:
-    pattern = rs.Dilated((8, 32), (1, 4), shift=3)
-    q, k, v = (x.detach() for x in inputs(1, 51, 2, 2, 4))
-    texts = 1 if lengths is None else len(lengths)
-    cache = rs.Cache(pattern, kv_heads=2, dim=4, batch=texts, dtype=q.dtype)
-    out = rs.attention_prefill(q, k, v, cache, ring=rs.SimulatedRing(3), lengths=lengths)
-    wanted, _ = dense_attention(q, k, v, pattern=pattern, causal=True, lengths=lengths)
-    torch.testing.assert_close(out, wanted, rtol=0, atol=1e-12)
-    assert cache.lengths == (lengths or (51,))
-    again = rs.Cache(pattern, kv_heads=2, dim=4, batch=texts, dtype=q.dtype)
-    rs.attention_step(q, k, v, again, lengths=lengths)
-    x = torch.randn(3, texts, 1, 4, 4, dtype=q.dtype)
-    rows = (x[0], x[1][:, :, :2], x[2][:, :, :2])
-    assert torch.equal(rs.attention_step(*rows, cache), rs.attention_step(*rows, again))
+@on_ranks(2, 3)
+def test_prefill_over_the_ring_then_steps() -> None:
+    """Random patterns, layouts and lengths; gathered and sharded caches; single steps and blocks after the prompt."""
+    for case in range(24):
+        ring = rs.Ring(layout=["contiguous", "zigzag"][case % 2])  # type: ignore[arg-type]
+        sharded = case % 4 >= 2
+        pattern, kv_heads, group = _random_pattern(), random.randint(1, 4), random.randint(1, 2)
+        batch, n, more = random.randint(1, 2), random.choice([1, 2, 7, 31, 50, 77]), 25
+        q, k, v = (x.detach() for x in inputs(batch, n + more, kv_heads, group, 4))
+        wanted, wanted_lse = dense_attention(q, k, v, pattern=pattern, causal=True)
+        cache = rs.Cache(
+            pattern, batch=batch, kv_heads=kv_heads, head_dim=4, dtype=q.dtype, ring=ring if sharded else None
+        )
+        mine = [ring.split_sequence(x[:, :n]) for x in (q, k, v)]
+        out = rs.attention_prefill(*mine, cache, ring=ring, seq_len=random.choice([n, None]))
+        close(out, ring.split_sequence(wanted[:, :n]))
+        at = n
+        for rows in (1, 1, 1, 7, 1, 1, 13):
+            block = [x[:, at : at + rows] for x in (q, k, v)]
+            out, lse = rs.attention_step(*block, cache, return_lse=True)
+            close(out, wanted[:, at : at + rows])
+            close(lse, wanted_lse[:, :, at : at + rows])
+            at += rows
+        _check_shares(cache)
 
 
-def test_a_prompt_of_transposed_tensors_fills_the_cache_with_its_own_rows() -> None:
+def _check_shares(cache: rs.Cache) -> None:
+    """Sharded, the rows of all ranks are those of a cache that holds them all, and new ones are dealt evenly."""
+    heads = range(cache.kv_heads)
+    held = torch.tensor([cache.rows_held(0, head) for head in heads])
+    if cache.ring is None:
+        assert cache.bound is None or held.max() <= cache.bound
+        return
+    everybody = [torch.empty_like(held) for _ in range(cache.ring.size)]
+    dist.all_gather(everybody, held)
+    total = torch.stack(everybody).sum(0)
+    assert cache.bound is None or total.max() <= cache.bound
+    if cache.bound is None:
+        assert set(total.tolist()) == set(cache.lengths[:1])
+
+
+@on_ranks(2, 3)
+def test_prompts_of_different_lengths() -> None:
+    for sharded in (False, True):
+        for lengths in ((5, 40, 0, 17), (33,), (1, 1)):
+            ring = rs.Ring()
+            pattern = rs.Dilated((8, 24, 64), (1, 3, 4), shift=5)
+            texts = [[x.detach() for x in inputs(1, length + 9, 3, 2, 4)] for length in lengths]
+            wanted = [dense_attention(*text, pattern=pattern, causal=True)[0] for text in texts]
+            packed = [torch.cat([t[i][:, :n] for t, n in zip(texts, lengths, strict=True)], 1) for i in range(3)]
+            cache = rs.Cache(
+                pattern,
+                batch=len(lengths),
+                kv_heads=3,
+                head_dim=4,
+                dtype=torch.float64,
+                ring=ring if sharded else None,
+            )
+            mine = [ring.split_sequence(x) for x in packed]
+            out = rs.attention_prefill(*mine, cache, ring=ring, lengths=lengths)
+            whole = torch.cat([w[:, :n] for w, n in zip(wanted, lengths, strict=True)], 1)
+            close(out, ring.split_sequence(whole))
+            for step in range(9):
+                rows = [torch.cat([t[i][:, [n + step]] for t, n in zip(texts, lengths, strict=True)]) for i in range(3)]
+                out = rs.attention_step(*rows, cache)
+                close(out, torch.cat([w[:, [n + step]] for w, n in zip(wanted, lengths, strict=True)]))
+
+
+@on_ranks(2, 3)
+def test_a_sharded_cache_is_spread_evenly_after_whole_segments() -> None:
+    ring = rs.Ring()
+    pattern = rs.Dilated((48, 192), (1, 4))
+    cache = rs.Cache(pattern, kv_heads=1, head_dim=4, ring=ring)
+    x = torch.randn(1, 400, 1, 4)
+    most = 0
+    for p in range(400):
+        rs.attention_step(x[:, [p]], x[:, [p]], x[:, [p]], cache)
+        most = max(most, cache.rows_held(0, 0))
+    assert most == 2 * -(-48 // ring.size)  # both branches are full at the end of a long segment
+
+
+@on_ranks(2, 3)
+def test_transposed_prompts_fill_gathered_and_sharded_caches() -> None:
     pattern = rs.Dilated((8, 32), (1, 4))
     q, k, v = (x.detach() for x in inputs(1, 40, 2, 2, 4))
-    transposed = [x.transpose(1, 3).contiguous().transpose(1, 3) for x in (q, k, v)]
-    cache = rs.Cache(pattern, kv_heads=2, dim=4, dtype=q.dtype)
-    rs.attention_prefill(*(x[:, :30] for x in transposed), cache, ring=rs.SimulatedRing(2))
     wanted, _ = dense_attention(q, k, v, pattern=pattern, causal=True)
-    found = rs.attention_step(*(x[:, 30:] for x in (q, k, v)), cache)
-    torch.testing.assert_close(found, wanted[:, 30:], rtol=0, atol=1e-12)
+    for ring in (rs.Ring(), rs.Ring(layout="contiguous")):
+        mine = [ring.split_sequence(x[:, :30]).transpose(1, 3).contiguous().transpose(1, 3) for x in (q, k, v)]
+        for sharded in (False, True):
+            cache = rs.Cache(pattern, kv_heads=2, head_dim=4, dtype=q.dtype, ring=ring if sharded else None)
+            rs.attention_prefill(*mine, cache, ring=ring)
+            close(rs.attention_step(*(x[:, 30:] for x in (q, k, v)), cache), wanted[:, 30:])
+
+
+@on_ranks(2, 3)
+def test_prefill_in_bfloat16() -> None:
+    ring = rs.Ring()
+    pattern = rs.Dilated((16, 64), (1, 4))
+    q, k, v = (x.detach() for x in inputs(1, 60, 2, 2, 16, torch.bfloat16))
+    caches = [rs.Cache(pattern, kv_heads=2, head_dim=16, dtype=q.dtype) for _ in range(2)]
+    rs.attention_prefill(*(ring.split_sequence(x[:, :50]) for x in (q, k, v)), caches[0], ring=ring)
+    rs.attention_step(*(x[:, :50] for x in (q, k, v)), caches[1])
+    found, wanted = ([rs.attention_step(q[:, [p]], k[:, [p]], v[:, [p]], c) for p in range(50, 60)] for c in caches)
+    torch.testing.assert_close(torch.cat(found), torch.cat(wanted), rtol=2**-7, atol=2**-8)
+
+
+@on_ranks(2, 3)
+def test_a_model_generates_the_same_over_the_ring_as_alone() -> None:
+    torch.manual_seed(1)
+    config = LongNetConfig.named("nano", segment_lengths=(16, 64), dilation_rates=(1, 4), kv_heads=1)
+    model = LongNet(config).double()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(3)  # so that logits are far apart
+    ring = rs.Ring()
+    for counts in ((50,), (40, 40), (30, 7)):
+        prompts = [torch.randint(256, (n,)) for n in counts]
+        texts = []
+        for held_by, sharded in ((None, False), (ring, False), (ring, True)):
+            decoder = Decoder(model, len(counts), ring=held_by, sharded=sharded)
+            stream = decoder.stream(prompts, Sampler(temperature=0))
+            texts.append([next(stream).tolist() for _ in range(40)])
+        assert texts[0] == texts[1] == texts[2]
+
+
+@on_ranks(2, 3)
+def test_misuse_raises() -> None:
+    ring, other = rs.Ring(), rs.Ring(layout="contiguous")
+    x = torch.randn(1, 20, 2, 4)
+    mine = ring.split_sequence(x)
+    options: dict[str, Any] = dict(kv_heads=2, head_dim=4)
+    cache = rs.Cache(rs.Full(), **options)
+    rs.attention_step(x, x, x, cache)
+    with pytest.raises(ValueError, match=r"the cache has seen \(20,\) tokens: a prompt over a ring begins a text"):
+        rs.attention_prefill(mine, mine, mine, cache, ring=ring)
+    with pytest.raises(ValueError, match="the cache is sharded over"):
+        rs.attention_prefill(mine, mine, mine, rs.Cache(rs.Full(), ring=other, **options), ring=ring)
+    sharded = rs.Cache(rs.Full(), ring=ring if ring.rank else None, **options)
+    with pytest.raises(rs.RingError, match="ranks disagree on cache: gathered on rank 0; sharded on rank"):
+        rs.attention_prefill(mine, mine, mine, sharded, ring=ring)
+
+
+@on_ranks(2, 3)
+def test_different_prompts_raise_before_anything_is_sent() -> None:
+    ring, other_rank = rs.Ring(), dist.get_rank() > 0
+    mine = ring.split_sequence(torch.randn(1, 40, 2, 4))
+
+    def prefill(pattern: rs.Pattern, *, q: Tensor = mine, batch: int = 1, **options: Any) -> None:
+        cache = rs.Cache(pattern, kv_heads=2, head_dim=4, batch=batch)
+        rs.attention_prefill(q, mine, mine, cache, ring=ring, **options)
+
+    pattern = rs.Dilated((8, 32), (1, 4))
+    with pytest.raises(rs.RingError, match=r"ranks disagree on pattern: dilated 8x1 32x4 .* on rank 0; dilated 8x1 3"):
+        prefill(rs.Dilated((8, 32), (1, 2)) if other_rank else pattern)
+    with pytest.raises(rs.RingError, match=r"ranks disagree on lengths: \(11, 29\) on rank 0; \(10, 30\) on rank"):
+        prefill(pattern, batch=2, lengths=(10, 30) if other_rank else (11, 29))
+    with pytest.raises(rs.RingError, match=r"ranks disagree on scale: 2.0 on rank 0; 1.0 on rank"):
+        prefill(pattern, scale=1.0 if other_rank else 2.0)
+    with pytest.raises(rs.RingError, match=r"ranks disagree on batch, heads, kv_heads, dim: \[1, 2, 2, 4\] on rank 0"):
+        prefill(pattern, q=mine.repeat(1, 1, 2, 1) if other_rank else mine)
+    prefill(pattern, batch=400, lengths=(40, *[0] * 399))  # however many prompts there are

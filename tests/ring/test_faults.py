@@ -6,6 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.ranks import starts_processes
+
+pytestmark = starts_processes
+
 SCRIPT = """
 import datetime, os, signal, sys
 import torch, torch.distributed as dist

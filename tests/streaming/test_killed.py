@@ -11,10 +11,13 @@ import pytest
 import torch
 
 import ringspan as rs
+from ringspan.runtime.files import read_journal
 from ringspan.streaming import CountedRows, DigestedRows, HeldRows, Place, RowShape, create_numpy, open_numpy
-from ringspan.streaming.job import read_lines
+from tests.ranks import starts_processes
 
-SHAPE = RowShape(heads=2, kv_heads=1, dim=16)
+pytestmark = starts_processes
+
+SHAPE = RowShape(heads=2, kv_heads=1, head_dim=16)
 PATTERN = rs.Dilated((64, 4096), (1, 16))
 N, SHARDS = 4096, 8
 SCRIPT = """
@@ -100,7 +103,7 @@ def test_a_line_that_was_cut_off_is_not_there(tmp_path: Path) -> None:
     before = (tmp_path / "out/out.npy").read_bytes()
     assert forward(tmp_path).resumed == SHARDS - 1
     assert (tmp_path / "out/out.npy").read_bytes() == before
-    assert len(read_lines(progress)) == SHARDS + 1
+    assert len(read_journal(progress)) == SHARDS + 1
     assert forward(tmp_path).resumed == SHARDS
 
 
@@ -125,7 +128,7 @@ def test_results_that_are_gone_are_missed(tmp_path: Path) -> None:
     (tmp_path / "out/out.npy").unlink()
     with pytest.raises(ValueError, match=r"rows 0 to \d+ of out as finished, but the stored rows differ"):
         forward(tmp_path)
-    progress, out = tmp_path / "memory.jsonl", torch.empty(1, N, SHAPE.heads, SHAPE.dim)
+    progress, out = tmp_path / "memory.jsonl", torch.empty(1, N, SHAPE.heads, SHAPE.head_dim)
 
     def into(x: torch.Tensor) -> rs.streaming.Streamed:
         sink = HeldRows({"out": x})

@@ -20,6 +20,9 @@ from ringspan.tools.rehearse import (
     rehearse_rank,
     rehearse_ring,
 )
+from tests.ranks import starts_processes
+
+pytestmark = starts_processes
 
 # Tensors of 32 MiB or more on every rank: below that, what glibc keeps of freed ones is as large as what is compared.
 N, HEADS, DIM = 2**17, 4, 128
@@ -28,7 +31,7 @@ FAST = Network(bandwidth=25e9)
 
 
 def ring(size: int) -> RingPlan:
-    return rs.plan(PATTERN, N, ring_size=size, layout="zigzag", causal=True, heads=HEADS, dim=DIM)
+    return rs.plan(PATTERN, N, ring_size=size, layout="zigzag", causal=True, heads=HEADS, head_dim=DIM)
 
 
 def real_rank() -> tuple[list[tuple[int, int, int]], int]:
@@ -100,7 +103,7 @@ def test_which_ranks_are_worth_rehearsing() -> None:
 
 
 def test_a_rank_of_a_ring_that_is_not_there() -> None:
-    plan = rs.plan(rs.Dilated((256, 2**20), (1, 2**12)), 2**20, ring_size=256, causal=True, heads=2, dim=16)
+    plan = rs.plan(rs.Dilated((256, 2**20), (1, 2**12)), 2**20, ring_size=256, causal=True, heads=2, head_dim=16)
     rank = rehearse_rank(plan, 17, FAST, torch.float32, backward=False)
     assert rank.rows == 2**12
     assert rank.hops == len(plan.rank(17).hops) - 1 > 100

@@ -1,4 +1,4 @@
-"""What real ranks do in the tests of training: all of it in one launch for each number of ranks."""
+"""Jobs of real ranks for the tests of training. test_ranks.py compares their results over ring sizes."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ringspan.models import LongNet, LongNetConfig
 from ringspan.nn.cross_entropy import Gradients
 from ringspan.train.config import TrainSettings
 from ringspan.train.trainer import Trainer
+from tests.ranks import job_on_ranks
 
 CONFIG = LongNetConfig.named("nano", segment_lengths=(16, 128), dilation_rates=(1, 4))
 STOP = 2  # steps before a run is cut
@@ -26,31 +27,57 @@ def settings_for(folder: Path, **changes: Any) -> TrainSettings:
     return dataclasses.replace(base, **{"out": str(folder), "save_every": 100, "dtype": "float64", **changes})
 
 
-def everything(folder: Path) -> dict[str, Any]:
-    """All that is asked of a rank; runs of two ranks are cut, for others to go on with."""
+@job_on_ranks(1, 2, 3, 4)
+def summed(folder: Path) -> Any:
+    return loss_and_gradients("summed")
+
+
+@job_on_ranks(1, 2, 3, 4)
+def averaged(folder: Path) -> Any:
+    return loss_and_gradients("averaged")
+
+
+@job_on_ranks(1, 2, 3, 4)
+def curve(folder: Path) -> Curve:
     world = dist.get_world_size()
-    found: dict[str, Any] = {
-        "summed": loss_and_gradients("summed"),
-        "averaged": loss_and_gradients("averaged"),
-        "curve": train(settings_for(folder / f"curve{world}", weights="replicated" if world == 3 else "sharded")),
-    }
-    if world == 1:
-        found["batch"] = train(settings_for(folder / "batch", batch=2))
-        found["accumulated"] = train(settings_for(folder / "accumulated", accumulate=2))
-        found["moved"] = train(settings_for(folder / "for-one-rank"), resume=True)
-    if world == 2:
-        found["other text"] = refusal_of_other_text(folder)
-        train(settings_for(folder / "for-one-rank"), stop_at=STOP)
-        found["bfloat16"] = train(settings_for(folder / "bfloat16", dtype="bfloat16"))
-        found["cut"] = train(settings_for(folder / "cut"), stop_at=STOP)
-        found["resumed"] = train(settings_for(folder / "cut"), resume=True)
-    if world == 4:
-        found["mesh"] = train(settings_for(folder / "mesh", ring=2))
-    return found
+    return train(settings_for(folder / f"curve{world}", weights="replicated" if world == 3 else "sharded"))
 
 
-def refusal_of_other_text(folder: Path) -> list[str]:
-    """What this rank is told when the ranks find other text, and when one of them finds none."""
+@job_on_ranks(1)
+def batch(folder: Path) -> Curve:
+    return train(settings_for(folder / "batch", batch=2))
+
+
+@job_on_ranks(1)
+def accumulated(folder: Path) -> Curve:
+    return train(settings_for(folder / "accumulated", accumulate=2))
+
+
+@job_on_ranks(4)
+def mesh(folder: Path) -> Curve:
+    return train(settings_for(folder / "mesh", ring=2))
+
+
+@job_on_ranks(2, 1)
+def resumed_on_one_rank(folder: Path) -> Curve:
+    """Two ranks train until ``STOP``; one rank, started later, continues."""
+    settings, resume = settings_for(folder / "for-one-rank"), dist.get_world_size() == 1
+    return train(settings, resume=True) if resume else train(settings, stop_at=STOP)
+
+
+@job_on_ranks(2)
+def bfloat16(folder: Path) -> Curve:
+    return train(settings_for(folder / "bfloat16", dtype="bfloat16"))
+
+
+@job_on_ranks(2)
+def stopped_and_resumed(folder: Path) -> tuple[Curve, Curve]:
+    return train(settings_for(folder / "cut"), stop_at=STOP), train(settings_for(folder / "cut"), resume=True)
+
+
+@job_on_ranks(2)
+def different_text(folder: Path) -> list[str]:
+    """The errors on this rank when the ranks find different text, and when one of them finds none."""
     said = []
     for number, content in enumerate((b"other text", b"")):
         mine = folder / f"text-{number}-{dist.get_rank()}"
@@ -63,7 +90,7 @@ def refusal_of_other_text(folder: Path) -> list[str]:
 
 
 def loss_and_gradients(gradients: Gradients, tokens: int = 203) -> tuple[float, dict[str, list[float]]]:
-    """The loss summed over ranks, and the gradients as somebody reduces them: summed, or averaged."""
+    """The loss summed over ranks, and the gradients after the all-reduce: summed, or averaged."""
     torch.manual_seed(0)
     model = LongNet(CONFIG).double()
     ring = rs.Ring(min_size=1)

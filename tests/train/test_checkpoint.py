@@ -13,7 +13,10 @@ from ringspan.runtime.launch import run_local_ranks
 from ringspan.train.checkpoint import Checkpoints
 from ringspan.train.config import TrainSettings
 from ringspan.train.trainer import Trainer
+from tests.ranks import starts_processes
 from tests.train.tasks import settings_for
+
+pytestmark = starts_processes
 
 
 def steps_with_checkpoints(settings: TrainSettings) -> list[int]:

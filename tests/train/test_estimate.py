@@ -15,7 +15,10 @@ from ringspan.runtime.launch import run_local_ranks
 from ringspan.train.config import PRESETS, TrainSettings
 from ringspan.train.estimate import needs_of, reach_of
 from ringspan.train.trainer import Trainer
+from tests.ranks import starts_processes
 from tests.train.tasks import settings_for
+
+pytestmark = starts_processes
 
 CASES: dict[str, dict[str, Any]] = {
     "layers are computed again": dict(dtype="float32"),

@@ -19,6 +19,9 @@ from typer.testing import CliRunner
 
 from ringspan.cli.app import app
 from ringspan.train.metrics import read_metrics
+from tests.ranks import starts_processes
+
+pytestmark = starts_processes
 
 ROOT = Path(__file__).parent.parent.parent
 SMALL = (

@@ -23,7 +23,10 @@ from ringspan.runtime.settings import RunError
 from ringspan.train.checkpoint import MANIFEST, read_manifest, write_manifest
 from ringspan.train.config import TrainSettings
 from ringspan.train.trainer import Trainer
+from tests.ranks import starts_processes
 from tests.train.tasks import settings_for
+
+pytestmark = starts_processes
 
 ROUNDS = 60  # of six kinds; `python -m benchmarks.fuzz` has more
 

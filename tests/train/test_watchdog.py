@@ -21,6 +21,9 @@ from ringspan.train.lock import LOCK, STALE, RunLock
 from ringspan.train.metrics import Step
 from ringspan.train.prometheus import serve
 from ringspan.train.watchdog import Beat, Straggler, last_written, late_rank, read_beats, stragglers, write_beat
+from tests.ranks import starts_processes
+
+pytestmark = starts_processes
 
 HOLDER = """
 import sys, time

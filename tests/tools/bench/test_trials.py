@@ -10,8 +10,11 @@ import pytest
 import ringspan as rs
 from ringspan.tools.bench.cases import case_from_json
 from ringspan.tools.bench.ladder import OVERHEAD_BYTES, plan_of, planned_bytes
-from ringspan.tools.bench.trials import Limits, Trial, run_trial, trial_from_json
+from ringspan.tools.bench.trials import Trial, TrialLimits, run_trial, trial_from_json
+from tests.ranks import starts_processes
 from tests.tools.bench.examples import ROOMY, SMALL, case
+
+pytestmark = starts_processes
 
 SLOW = replace(SMALL, tokens=2**19, ranks=2, heads=4, pattern=rs.Full())  # many minutes, if nobody ends it
 
@@ -40,7 +43,7 @@ def test_a_simulated_ring_tells_the_peak_of_each_rank() -> None:
 
 def test_running_out_of_memory_is_a_result() -> None:
     large = replace(SMALL, tokens=262144, heads=4, dim=64)  # 256 MiB for each tensor
-    trial = run_trial(large, 1, Limits(memory_bytes=128 * 2**20, seconds=60.0))
+    trial = run_trial(large, 1, TrialLimits(memory_bytes=128 * 2**20, seconds=60.0))
     assert trial.outcome == "out of memory"
     assert trial.reason == "rank 0 needed more than its 128 MiB"
     assert not trial.peak_bytes
@@ -93,15 +96,15 @@ def test_cases_and_trials_survive_json() -> None:
 
 def test_whether_a_trial_still_holds_under_other_limits() -> None:
     done = Trial(SMALL, 1, "measured", ROOMY, peak_bytes=(100, 100), wall_seconds=5.0)
-    assert done.holds_under(Limits(200, 5.0))
-    assert not done.holds_under(Limits(199, 5.0))
-    assert not done.holds_under(Limits(200, 4.9))
-    full = Trial(SMALL, 1, "out of memory", Limits(100, 5.0))
-    assert full.holds_under(Limits(100, 9.0))
-    assert not full.holds_under(Limits(101, 5.0))
-    late = Trial(SMALL, 1, "out of time", Limits(100, 5.0))
-    assert late.holds_under(Limits(999, 5.0))
-    assert not late.holds_under(Limits(999, 5.1))
+    assert done.holds_under(TrialLimits(200, 5.0))
+    assert not done.holds_under(TrialLimits(199, 5.0))
+    assert not done.holds_under(TrialLimits(200, 4.9))
+    full = Trial(SMALL, 1, "out of memory", TrialLimits(100, 5.0))
+    assert full.holds_under(TrialLimits(100, 9.0))
+    assert not full.holds_under(TrialLimits(101, 5.0))
+    late = Trial(SMALL, 1, "out of time", TrialLimits(100, 5.0))
+    assert late.holds_under(TrialLimits(999, 5.0))
+    assert not late.holds_under(TrialLimits(999, 5.1))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,9 @@ from ringspan.oracle import dense_attention
 from ringspan.tools.verify import expected as module
 from ringspan.tools.verify.expected import Place, drawn_rows, expect, own_rows
 from ringspan.tools.verify.settings import Case
+from tests.ranks import starts_processes
+
+pytestmark = starts_processes
 
 
 @pytest.mark.parametrize("layout_name", ["contiguous", "zigzag"])

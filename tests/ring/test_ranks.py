@@ -1,10 +1,9 @@
-"""What real ranks do in the tests. Each task runs on every rank of a gloo group; one launch serves them all."""
+"""Rank tests of the ring: exact results, counted bytes and equal errors on real gloo processes."""
 
 import gc
 import os
 import random
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,7 @@ import ringspan as rs
 from ringspan.oracle import dense_attention
 from ringspan.planning import ByNode
 from tests.exactness import inputs, loss_weights, weighted_loss
-
-Task = Callable[[], None]
+from tests.ranks import on_ranks
 
 
 def close(x: Tensor, y: Tensor) -> None:
@@ -49,7 +47,7 @@ def check_case(ring: rs.Ring, tensors: list[Tensor], options: dict, seq_len: int
         batch=q.shape[0],
         heads=q.shape[2],
         kv_heads=k.shape[2],
-        dim=q.shape[3],
+        head_dim=q.shape[3],
         dtype=q.dtype,
     )
     assert ring.counters.bytes_sent == plan.bytes_sent(ring.rank)
@@ -62,13 +60,14 @@ def check_case(ring: rs.Ring, tensors: list[Tensor], options: dict, seq_len: int
     assert ring.counters.live_parcel_bytes == 0
 
 
-def random_cases_equal_the_oracle() -> None:
+@on_ranks(2, 3, 4)
+def test_random_cases_equal_the_oracle() -> None:
     rings = [
         rs.Ring(layout=layout, routing=routing)
         for layout in ("contiguous", "zigzag")
         for routing in ("relay", "direct", ByNode(2))
     ]  # type: ignore[arg-type]
-    for case in range(32):  # a multiple of four rings
+    for case in range(36):  # six for each ring
         branches = random.randint(1, 3)
         pattern: rs.Pattern = rs.Full()
         if random.random() < 0.85:
@@ -87,7 +86,8 @@ def random_cases_equal_the_oracle() -> None:
         check_case(rings[case % len(rings)], tensors, options, n if random.random() < 0.5 else None)
 
 
-def folded_orders_equal_the_oracle() -> None:
+@on_ranks(2, 3, 4)
+def test_folded_orders_equal_the_oracle() -> None:
     size = dist.get_world_size()
     for case in range(16):
         ring = rs.Ring(layout=random.choice(["contiguous", "zigzag"]), routing=random.choice(["relay", "direct"]))
@@ -99,7 +99,8 @@ def folded_orders_equal_the_oracle() -> None:
         check_case(ring, inputs(1, n, random.randint(1, 3), random.randint(1, 2), 4), options)
 
 
-def orders_are_refused_where_they_cross_ranks() -> None:
+@on_ranks(2, 3, 4)
+def test_orders_that_cross_ranks_are_rejected() -> None:
     ring = rs.Ring(layout="contiguous")
     q, k, v = (ring.split_sequence(x.detach()) for x in inputs(1, 64, 1, 1, 4))
     for order in (rs.Hilbert((8, 8)), rs.Hilbert.folded(60)):
@@ -110,11 +111,12 @@ def orders_are_refused_where_they_cross_ranks() -> None:
         rs.attention(q, k, v, pattern=rs.Dilated((16,), (1,)), order=order, ring=ring)
 
 
-def order_once_then_split() -> None:
+@on_ranks(2, 3, 4)
+def test_ordering_the_data_before_the_split() -> None:
     """The recipe of docs/hilbert.md, for an image and a volume: apply, split, positions, model, gather, undo."""
     for shape in ((8, 12), (4, 4, 6)):
         order, n = rs.Hilbert(shape), rs.Hilbert(shape).period
-        rotary, pattern = rs.nn.GridRotary(shape, dim=8), rs.Dilated((16, n), (1, 4))
+        rotary, pattern = rs.nn.GridRotary(shape, head_dim=8), rs.Dilated((16, n), (1, 4))
         x = torch.randn(1, n, 2, 8, dtype=torch.float64)
         whole = rotary(x)
         wanted = rs.attention(whole, whole, x, pattern=pattern, order=order)
@@ -125,7 +127,8 @@ def order_once_then_split() -> None:
         close(order.undo(ring.gather_sequence(out)), wanted)
 
 
-def lower_precision() -> None:
+@on_ranks(2, 3, 4)
+def test_lower_precision() -> None:
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)):
         q, k, v = inputs(1, 130, 2, 2, 16, dtype=dtype)
         options = dict(pattern=rs.Dilated((32, 130), (1, 2)), causal=True)
@@ -139,7 +142,8 @@ def lower_precision() -> None:
         assert [x.grad.dtype for x in mine if x.grad is not None] == [dtype] * 3
 
 
-def splitting_gathering_and_positions() -> None:
+@on_ranks(2, 3, 4)
+def test_split_gather_and_positions() -> None:
     for layout in ("contiguous", "zigzag"):
         ring = rs.Ring(layout=layout)  # type: ignore[arg-type]
         for n in (0, 1, 2, 11, 40):
@@ -157,7 +161,8 @@ def splitting_gathering_and_positions() -> None:
             close(mine.grad, weights.sum(0)[:, positions])
 
 
-def compiles_whole() -> None:
+@on_ranks(2)
+def test_compiles_without_graph_breaks() -> None:
     ring = rs.Ring()
     pattern = rs.Dilated((16, 64), (1, 2))
 
@@ -173,7 +178,8 @@ def compiles_whole() -> None:
         close(found, grad)
 
 
-def selective_checkpointing_does_not_walk_again() -> None:
+@on_ranks(2)
+def test_selective_checkpointing_does_not_send_again() -> None:
     ring = rs.Ring()
     mine = [ring.split_sequence(x.detach()).requires_grad_() for x in inputs(1, 64, 2, 1, 8)]
 
@@ -190,7 +196,8 @@ def selective_checkpointing_does_not_walk_again() -> None:
     assert sent[0] * 3 == sent[1] * 4
 
 
-def modules_over_a_ring() -> None:
+@on_ranks(2, 3, 4)
+def test_multihead_module_over_a_ring() -> None:
     ring = rs.Ring()
     torch.manual_seed(1)
     options = dict(segment_lengths=[8, 32], dilation_rates=[1, 2], kv_heads=2, dtype=torch.float64)
@@ -210,7 +217,8 @@ def modules_over_a_ring() -> None:
         torch.testing.assert_close(b.grad, a.grad, rtol=1e-12, atol=1e-12)
 
 
-def a_loss_on_one_rank_hangs_nobody() -> None:
+@on_ranks(2, 3, 4)
+def test_a_loss_on_one_rank_only_does_not_hang() -> None:
     ring = rs.Ring()
     q, k, v = inputs(1, 40, 2, 1, 4)
     right, _ = dense_attention(q, k, v, pattern=rs.Full())
@@ -224,7 +232,8 @@ def a_loss_on_one_rank_hangs_nobody() -> None:
         close(found, ring.split_sequence(grad))
 
 
-def disagreements_are_named_on_every_rank() -> None:
+@on_ranks(2, 3, 4)
+def test_disagreements_raise_on_every_rank() -> None:
     ring = rs.Ring(layout="contiguous")
     odd = ring.rank == ring.size - 1
     good = [torch.randn(1, 6, 2, 4) for _ in range(3)]
@@ -250,7 +259,8 @@ def disagreements_are_named_on_every_rank() -> None:
         assert len(set(everybody)) == 1
 
 
-def different_calls_are_named_on_every_rank() -> None:
+@on_ranks(2, 3, 4)
+def test_different_calls_raise_on_every_rank() -> None:
     ring = rs.Ring(layout="contiguous")
     x = torch.randn(1, 6, 2, 4)
     calls = [lambda: ring.gather_sequence(x), lambda: rs.attention(x, x, x, pattern=rs.Full(), ring=ring)]
@@ -258,11 +268,12 @@ def different_calls_are_named_on_every_rank() -> None:
         calls[min(ring.rank, 1)]()
 
 
-def whole_tensors_are_refused() -> None:
+@on_ranks(2, 3, 4)
+def test_unsplit_tensors_are_rejected() -> None:
     """Every rank has all rows and forgets to split them: k copies of the sequence, one after the other."""
     ring = rs.Ring()
     whole = [x.detach() for x in inputs(2, 24, 2, 1, 4)]
-    cache = rs.Cache(rs.Full(), batch=2, kv_heads=2, dim=4, dtype=torch.float64)
+    cache = rs.Cache(rs.Full(), batch=2, kv_heads=2, head_dim=4, dtype=torch.float64)
     layer = rs.nn.MultiheadDilatedAttention(8, 2, segment_lengths=[8], dilation_rates=[1], ring=ring)
     for call in (
         lambda: rs.attention(*whole, pattern=rs.Full(), ring=ring),
@@ -279,21 +290,24 @@ def whole_tensors_are_refused() -> None:
     rs.attention(*whole, pattern=rs.Full(), ring=ring, seq_len=n)  # as stated
 
 
-def non_members_are_told() -> None:
+@on_ranks(2, 3, 4)
+def test_non_members_of_the_group_are_rejected() -> None:
     group = dist.new_group([0])
     if dist.get_rank():
         with pytest.raises(rs.RingError, match="not a member of the group"):
             rs.Ring(group)
 
 
-def stated_lengths_are_checked_before_anything_is_sent() -> None:
+@on_ranks(2, 3, 4)
+def test_seq_len_is_checked_before_anything_is_sent() -> None:
     ring = rs.Ring()
     x = torch.randn(1, 5, 2, 4)
     with pytest.raises(rs.RingError, match=re.escape(f"rank {ring.rank} holds 5 rows, but has")):
         rs.attention(x, x, x, pattern=rs.Full(), ring=ring, seq_len=1000)
 
 
-def rings_side_by_side_in_a_mesh() -> None:
+@on_ranks(4)
+def test_two_rings_in_a_mesh() -> None:
     """(data, ring): two rings of half the ranks each, with sequences of their own."""
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("data", "ring"))
     ring = rs.Ring(mesh["ring"])
@@ -303,7 +317,8 @@ def rings_side_by_side_in_a_mesh() -> None:
     check_case(ring, inputs(1, 41, 2, 1, 4), options)
 
 
-def a_ring_beside_tensor_parallel_heads() -> None:
+@on_ranks(4)
+def test_a_ring_with_tensor_parallel_heads() -> None:
     """(ring, tensor): the sequence over one axis, the heads over the other; offsets follow the global head."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("ring", "tensor"))
     ring, part = rs.Ring(mesh["ring"]), mesh["tensor"].get_local_rank()
@@ -316,13 +331,15 @@ def a_ring_beside_tensor_parallel_heads() -> None:
         close(out, ring.split_sequence(right.chunk(2, dim=2)[part]))
 
 
-def a_mesh_of_two_dimensions_is_refused() -> None:
+@on_ranks(2, 3, 4)
+def test_a_mesh_of_two_dimensions_is_rejected() -> None:
     mesh = init_device_mesh("cpu", (1, dist.get_world_size()))
     with pytest.raises(rs.RingError, match=re.escape("a mesh with 2 dimensions")):
         rs.Ring(mesh)
 
 
-def a_small_group_is_refused() -> None:
+@on_ranks(2, 3, 4)
+def test_a_group_below_min_size_is_rejected() -> None:
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     with pytest.raises(rs.RingError, match=re.escape("the group has 1 rank(s), but min_size=2")):
         rs.Ring(alone)
@@ -330,7 +347,8 @@ def a_small_group_is_refused() -> None:
     check_case(ring, inputs(1, 20, 2, 1, 4), dict(pattern=rs.Full(), causal=True, lengths=None))
 
 
-def nothing_leaks() -> None:
+@on_ranks(2)
+def test_nothing_leaks() -> None:
     """Hundreds of calls with changing shapes: memory, file descriptors and threads stay as they were."""
     ring = rs.Ring()
 
@@ -351,25 +369,3 @@ def nothing_leaks() -> None:
     after = footprint()
     assert after[0] - before[0] < 8 * 2**20, f"memory grew by {after[0] - before[0]} bytes"
     assert after[1:] == before[1:], f"descriptors and threads: {before[1:]} before, {after[1:]} after"
-
-
-FOR_ALL = [
-    "random_cases_equal_the_oracle",
-    "folded_orders_equal_the_oracle",
-    "orders_are_refused_where_they_cross_ranks",
-    "order_once_then_split",
-    "lower_precision",
-    "splitting_gathering_and_positions",
-    "modules_over_a_ring",
-    "a_loss_on_one_rank_hangs_nobody",
-    "disagreements_are_named_on_every_rank",
-    "different_calls_are_named_on_every_rank",
-    "whole_tensors_are_refused",
-    "non_members_are_told",
-    "stated_lengths_are_checked_before_anything_is_sent",
-    "a_mesh_of_two_dimensions_is_refused",
-    "a_small_group_is_refused",
-]
-FOR_TWO = ["compiles_whole", "selective_checkpointing_does_not_walk_again", "nothing_leaks"]
-FOR_FOUR = ["rings_side_by_side_in_a_mesh", "a_ring_beside_tensor_parallel_heads"]
-BY_SIZE = {2: FOR_ALL + FOR_TWO, 3: FOR_ALL, 4: FOR_ALL + FOR_FOUR}
