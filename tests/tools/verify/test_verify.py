@@ -25,8 +25,8 @@ from ringspan.tools.verify.report import make_page
 from ringspan.tools.verify.run import QUESTIONS, LocalTeam, examine, judge, no_answers
 from ringspan.tools.verify.settings import Settings, Subject, default_tokens, settings_for, shortened
 from ringspan.tools.verify.speed import SpeedAnswer
-from tests.tools.verify.faulty import TWELVE
 from tests.ranks import starts_processes
+from tests.tools.verify.faulty import TWELVE
 
 # Memory is measured of these; it takes rings of 4 and 8.
 LARGE = ("honest", "gathers_all_keys")
@@ -57,7 +57,7 @@ EXPOSED_BY = {
     "wrong_every_tenth_call": "the output is exact",
     "swaps_heads": "the output is exact",
 }
-pytestmark = [starts_processes, pytest.mark.timeout(900)  # the first test of a group starts its rings]
+pytestmark = [starts_processes, pytest.mark.timeout(900)]  # the first test of a group starts its rings
 TIMED = {"more ranks are faster", "communication is hidden"}  # sequences are too short here to mean anything
 PATTERN = Dilated((32, 256, 2048), (1, 4, 16))
 
