@@ -40,7 +40,7 @@ def _lines(ranks: int, tokens: int, dim: int) -> Iterator[dict[str, Any]]:
 
 def _measured(ranks: int, tokens: int, dim: int) -> Iterator[dict[str, Any]]:
     real = run_local_ranks(ranks, _real_rank, tokens, dim)
-    plan = rs.plan(pattern_of(tokens), tokens, ring_size=ranks, layout="zigzag", causal=True, heads=HEADS, dim=dim)
+    plan = rs.plan(pattern_of(tokens), tokens, ring_size=ranks, layout="zigzag", causal=True, heads=HEADS, head_dim=dim)
     chosen = {"first": 0, "last": ranks - 1}
     rehearsed = rehearse_ring(
         plan, chosen, Network(bandwidth=25e9), torch.float32, backward=True, threads=1, timeout_seconds=600

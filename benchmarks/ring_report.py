@@ -135,7 +135,7 @@ def _fit_text(name: str, a: float, b: float, one: float) -> str:
 def _against_plan(b: float, rows: list[dict[str, Any]]) -> str:
     """b beside the rows of one process by the plan: at this length the workspace is a tenth of the growth at k = 1."""
     n = next(row["n"] for row in rows if row["name"] == "full")
-    planned = rs.plan(rs.Full(), n, causal=True, heads=HEADS, dim=DIM).memory(0, backward=True).rows
+    planned = rs.plan(rs.Full(), n, causal=True, heads=HEADS, head_dim=DIM).memory(0, backward=True).rows
     return f"{b / planned:.2f} of the {planned / 2**20:,.0f} MiB that all rows take by the plan"
 
 

@@ -149,7 +149,9 @@ def measure_bytes(pattern: rs.Pattern, n: int) -> list[dict[str, Any]]:
             ring = rs.Ring(layout=layout)
             held = ring.layout_of(n).rows_of(ring.rank)
             tensors = [torch.randn(1, held, HEADS, DIM, requires_grad=True) for _ in range(3)]
-            plan = rs.plan(pattern, n, ring_size=ring.size, layout=ring.layout, causal=causal, heads=HEADS, dim=DIM)
+            plan = rs.plan(
+                pattern, n, ring_size=ring.size, layout=ring.layout, causal=causal, heads=HEADS, head_dim=DIM
+            )
             row: dict[str, Any] = dict(layout=layout, causal=causal)
             for what in ("forward", "backward"):
                 ring.reset_counters()

@@ -30,6 +30,7 @@ from rich.progress import Progress
 from benchmarks.reality import reality
 from benchmarks.scale_report import write_report
 from benchmarks.walls import communication, nodes, walls
+from ringspan.runtime.files import write_atomic
 from ringspan.tools.demonstration import steady_seconds_per_token, whole_sequence_pattern
 from ringspan.tools.measure import describe_machine, one_line
 from ringspan.tools.plan_report import pattern_text
@@ -118,9 +119,7 @@ def main() -> None:
 
     def keep() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_name(path.name + ".new")
-        new.write_text(json.dumps(results, indent=1) + "\n")
-        new.replace(path)
+        write_atomic(path, json.dumps(results, indent=1) + "\n")
 
     if arguments.billion is not None:
         log = (arguments.billion / "log.jsonl").read_text().splitlines()

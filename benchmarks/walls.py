@@ -14,7 +14,7 @@ import torch
 import ringspan as rs
 from ringspan.layout import LayoutName
 from ringspan.planning import ByNode, RingPlan, Routing
-from ringspan.planning.breakeven import Rates, rank_time
+from ringspan.planning.breakeven import DeviceRates, rank_time
 from ringspan.planning.cost import traffic
 
 MEMORY_BYTES = 80e9
@@ -44,7 +44,7 @@ def layer(tokens: int, ranks: int, routing: Routing = "relay", layout: LayoutNam
         routing=routing,
         heads=32,
         kv_heads=8,
-        dim=128,
+        head_dim=128,
         dtype=torch.bfloat16,
     )
 
@@ -53,7 +53,7 @@ def communication(ranks: int) -> dict[str, Any]:
     """Bytes that a rank receives in a forward pass, and must hold of others at a time, beside other ways to do it."""
     tokens = 2**20 * ranks // 8
     plan = layer(tokens, ranks)
-    row = 2 * plan.sizes.kv_heads * plan.sizes.dim * plan.sizes.number_bytes
+    row = 2 * plan.sizes.kv_heads * plan.sizes.head_dim * plan.sizes.number_bytes
     rows = tokens // ranks
     looked_at = _looked_at(ranks)
     return {
@@ -86,7 +86,7 @@ def nodes(ranks: int) -> dict[str, Any]:
 def walls(ranks: int) -> dict[str, Any]:
     """The longest sequence that memory holds, what a layer takes there, and from what length on links keep up."""
     bandwidth = INSIDE if ranks <= RANKS_PER_NODE else ACROSS
-    rates = Rates(FLOPS, bandwidth, LATENCY)
+    rates = DeviceRates(FLOPS, bandwidth, LATENCY)
     longest, tokens = 0, 2**14 * ranks
     keeps_up = None
     while _fits(tokens, ranks):

@@ -9,7 +9,7 @@ from ringspan.order.curves import all_cells
 
 @pytest.mark.parametrize("shape", [(8, 12), (4, 4, 6)])
 def test_scores_depend_on_differences_of_coordinates_only(shape: tuple[int, ...]) -> None:
-    rotary = rs.nn.GridRotary(shape, dim=12)
+    rotary = rs.nn.GridRotary(shape, head_dim=12)
     q, k = torch.randn(2, 1, 1, 1, 12, dtype=torch.float64).unbind()
     here, there = torch.randint(0, 4, (2, 1, len(shape))).unbind()
     score = (rotary(q, here) * rotary(k, there)).sum()
@@ -53,13 +53,13 @@ def test_bad_sizes_are_named() -> None:
         with pytest.raises(ValueError, match=f"base={base}: must be positive and finite"):
             rs.nn.GridRotary((4, 4), 8, base=base)
     for wrong in (torch.ones(1, 16, 8), torch.ones(1, 16, 1, 8, dtype=torch.int64)):
-        with pytest.raises(ValueError, match=r"must be floating-point numbers \(batch, rows, heads, dim\)"):
+        with pytest.raises(ValueError, match=r"must be floating-point numbers \(batch, rows, heads, head_dim\)"):
             rs.nn.GridRotary((4, 4), 8)(wrong)
     with pytest.raises(TypeError, match="shape=4: must be a sequence of ints"):
         rs.nn.GridRotary(4, 8)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="dim=5: must be even and at least 4"):
+    with pytest.raises(ValueError, match="head_dim=5: must be even and at least 4"):
         rs.nn.GridRotary((4, 4), 5)
-    with pytest.raises(ValueError, match="dim=4: must be even and at least 6, a pair of numbers for each of 3 axes"):
+    with pytest.raises(ValueError, match="head_dim=4: must be even and at least 6, a pair"):
         rs.nn.GridRotary((4, 4, 4), 4)
     with pytest.raises(ValueError, match=r"15 rows, but RowMajor.* has 16 cells"):
         rs.nn.GridRotary((4, 4), 8)(torch.ones(1, 15, 1, 8))

@@ -7,8 +7,8 @@ import pytest
 import ringspan as rs
 from ringspan.planning import RingPlan, plan_rank
 from ringspan.planning.breakeven import (
+    DeviceRates,
     RankTime,
-    Rates,
     break_even,
     rank_time,
     slowest_rank_time,
@@ -17,7 +17,7 @@ from ringspan.planning.breakeven import (
 )
 
 FULL = rs.Full()
-CLUSTER = Rates(flops=1e14, bandwidth=25e9, latency=20e-6)
+CLUSTER = DeviceRates(flops=1e14, bandwidth=25e9, latency=20e-6)
 
 
 def ring(pattern: rs.Pattern = FULL, n: int = 4096, size: int = 4, **options: object) -> RingPlan:
@@ -25,7 +25,7 @@ def ring(pattern: rs.Pattern = FULL, n: int = 4096, size: int = 4, **options: ob
 
 
 def test_one_device_takes_its_flops_over_its_rate() -> None:
-    plan = ring(n=1000, heads=6, kv_heads=2, dim=32, batch=3)
+    plan = ring(n=1000, heads=6, kv_heads=2, head_dim=32, batch=3)
     assert time_alone(plan, CLUSTER) == RankTime(14 * 32 * 3 * 6 * 1000**2 / 1e14, 0, 0)
 
 
@@ -34,9 +34,9 @@ def test_two_ranks_by_hand() -> None:
 
     In backward the parcel travels again while the own half is computed, and its gradient goes home at the end.
     """
-    plan = ring(n=1024, size=2, layout="contiguous", heads=1, dim=64)
+    plan = ring(n=1024, size=2, layout="contiguous", heads=1, head_dim=64)
     work, parcel = 64 * 512**2 / 1e9, 2 * 512 * 64 * 4
-    slow = Rates(flops=1e9, bandwidth=parcel / (5 * 4 * work), latency=0.5)  # a parcel takes five times a forward hop
+    slow = DeviceRates(flops=1e9, bandwidth=parcel / (5 * 4 * work), latency=0.5)  # a parcel takes five times a forward hop
     found = rank_time(plan, 0, slow)
     flight = 20 * work
     assert found.work == pytest.approx(2 * (4 + 10) * work)
@@ -46,8 +46,8 @@ def test_two_ranks_by_hand() -> None:
 
 
 def test_what_flies_while_work_is_done_costs_nothing() -> None:
-    plan = ring(n=1024, size=2, layout="contiguous", heads=1, dim=64)
-    fast = Rates(flops=1e9, bandwidth=1e15, latency=0)
+    plan = ring(n=1024, size=2, layout="contiguous", heads=1, head_dim=64)
+    fast = DeviceRates(flops=1e9, bandwidth=1e15, latency=0)
     assert rank_time(plan, 0, fast).total == pytest.approx(time_alone(plan, fast).total / 2, rel=1e-3)
     assert speedup(plan, fast) == pytest.approx(2, rel=1e-3)
 
@@ -79,12 +79,12 @@ def test_a_better_wire_never_pays_later() -> None:
 def test_a_hopeless_wire_says_why() -> None:
     """Few rows of a segment are selected, and two segments are cut: next to no work, and yet something travels."""
     pattern = rs.Dilated((2**16,), (64,))
-    found = break_even(ring(pattern, size=3, layout="contiguous"), Rates(1e15, 1e6, 1e-6), longest=2**20)
+    found = break_even(ring(pattern, size=3, layout="contiguous"), DeviceRates(1e15, 1e6, 1e-6), longest=2**20)
     assert not found.pays
     assert found.length == 2**20 - 1
     assert "waits" in found.reason
     assert "for parcels" in found.reason
-    late = break_even(ring(pattern, size=3, layout="contiguous"), Rates(1e15, 1e15, 10.0), longest=2**20)
+    late = break_even(ring(pattern, size=3, layout="contiguous"), DeviceRates(1e15, 1e15, 10.0), longest=2**20)
     assert not late.pays
     assert "latency of its hops" in late.reason
 
@@ -112,7 +112,7 @@ def test_a_large_ring_is_looked_at_by_a_few_ranks() -> None:
 )
 def test_bad_rates(rates: tuple[float, float, float], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        Rates(*rates)
+        DeviceRates(*rates)
 
 
 def test_the_advised_layout_is_the_faster_one() -> None:

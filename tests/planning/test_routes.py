@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import ringspan as rs
 from ringspan.geometry import Documents
 from ringspan.layout import Layout
-from ringspan.planning import ByNode, RingPlan, Sizes, packing_from_sequence, plan_rank
+from ringspan.planning import ByNode, RingPlan, TensorSizes, packing_from_sequence, plan_rank
 from ringspan.planning.cost import traffic
 from tests.exactness import assert_equals_oracle, inputs
 from tests.strategies import lengths, patterns
@@ -19,7 +19,7 @@ LONG = rs.Dilated((64, 256, 1024), (1, 2, 8))
 
 def ring(routing: object, layout: str = "zigzag", size: int = 16, causal: bool = True) -> RingPlan:
     where = Layout(layout, 1024, size)  # type: ignore[arg-type]
-    return RingPlan(LONG, Documents((1024,)), where, causal, routing, Sizes(heads=2, kv_heads=2, dim=8))  # type: ignore[arg-type]
+    return RingPlan(LONG, Documents((1024,)), where, causal, routing, TensorSizes(heads=2, kv_heads=2, head_dim=8))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -135,7 +135,7 @@ def test_parcels_that_are_read_are_those_that_a_ring_would_send() -> None:
     q, k, v = (x.detach() for x in inputs(1, n, 2, 1, 8))
     source = HeldRows({"q": q, "k": k, "v": v})
     done = rs.stream_attention(source, HeldRows({}), n, pattern, causal=True, shards=4)
-    plan = rs.plan(pattern, n, ring_size=4, layout="contiguous", causal=True, heads=2, dim=8, dtype=torch.float64)
+    plan = rs.plan(pattern, n, ring_size=4, layout="contiguous", causal=True, heads=2, head_dim=8, dtype=torch.float64)
     assert done.parcel_bytes == sum(plan.bytes_received(rank) for rank in range(4)) > 0
 
 
@@ -190,7 +190,7 @@ def test_a_callable_gives_everything_that_backward_reads(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (dict(n=0), "n=0: a sequence has at least 1 row"),
+        (dict(n=0), "seq_len=0: a sequence has at least 1 row"),
         (dict(shards=0), "shards=0: must lie in 1 .. 100"),
         (dict(shards=101), "shards=101: must lie in 1 .. 100"),
         (dict(budget_bytes=1000), "budget_bytes=1,000: even .* shards of a row or two need"),

@@ -20,7 +20,7 @@ from ringspan.streaming import (
     open_safetensors,
 )
 
-SHAPE = RowShape(heads=4, kv_heads=2, dim=8)
+SHAPE = RowShape(heads=4, kv_heads=2, head_dim=8)
 PATTERN = rs.Dilated((64, 1000), (1, 8))
 N = 1000
 
@@ -103,7 +103,7 @@ def test_files_of_another_run_are_refused(tmp_path: Path) -> None:
 
 def test_memory_stays_within_the_budget(tmp_path: Path) -> None:
     """Three times as much in files as the budget allows in memory."""
-    n, shape, budget = 2**18, RowShape(heads=4, kv_heads=4, dim=32), 160 * 2**20
+    n, shape, budget = 2**18, RowShape(heads=4, kv_heads=4, head_dim=32), 160 * 2**20
     rows = CountedRows(shape)
     for name in ("q", "k", "v"):
         file = np.lib.format.open_memmap(tmp_path / f"{name}.npy", mode="w+", dtype=np.float32, shape=(1, n, 4, 32))
@@ -125,7 +125,7 @@ def test_memory_stays_within_the_budget(tmp_path: Path) -> None:
 
 def test_files_may_be_larger_than_all_memory(tmp_path: Path) -> None:
     """128 GiB each, with nothing in them: mapped, and read where they are asked for."""
-    n, shape = 2**31, RowShape(heads=2, kv_heads=2, dim=8)
+    n, shape = 2**31, RowShape(heads=2, kv_heads=2, head_dim=8)
     for name in ("q", "k", "v"):
         with (tmp_path / f"{name}.npy").open("wb") as file:
             header = {"descr": "<f4", "fortran_order": False, "shape": (1, n, 2, 8)}

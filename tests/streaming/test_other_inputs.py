@@ -13,7 +13,7 @@ import ringspan as rs
 from ringspan.streaming import CountedRows, HeldRows, MadeRows, RowShape, Source, open_numpy, open_safetensors
 from ringspan.streaming.sources import sampled_rows
 
-SHAPE = RowShape(heads=4, kv_heads=2, dim=8)
+SHAPE = RowShape(heads=4, kv_heads=2, head_dim=8)
 PATTERN = rs.Dilated((64, 4096), (1, 16))
 N, SHARDS = 4096, 8
 READ = {False: ("q", "k", "v"), True: ("grad_out", "q", "k", "v", "out", "lse")}
@@ -108,7 +108,7 @@ def test_inputs_that_change_during_the_run_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_source_that_is_not_repeatable_is_refused(tmp_path: Path) -> None:
-    noise = MadeRows(SHAPE, lambda name, rows, heads: torch.randn(1, len(rows), len(heads), SHAPE.dim))
+    noise = MadeRows(SHAPE, lambda name, rows, heads: torch.randn(1, len(rows), len(heads), SHAPE.head_dim))
     with pytest.raises(ValueError, match=r"rows 0 to 511 of q have changed since the run began"):
         run(noise, tmp_path)
 

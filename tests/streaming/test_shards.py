@@ -15,7 +15,7 @@ WORKSPACE = 2**20
 
 def plan_with(shards: int, n: int = 2**30) -> RingPlan:
     pattern = rs.Dilated((256, 65536, n), (1, 256, n // 256))
-    return rs.plan(pattern, n, ring_size=shards, layout="contiguous", causal=True, routing="direct", heads=2, dim=32)
+    return rs.plan(pattern, n, ring_size=shards, layout="contiguous", causal=True, routing="direct", heads=2, head_dim=32)
 
 
 @pytest.mark.parametrize("budget", [2**31, 2**33])

@@ -7,7 +7,7 @@ from ringspan.streaming import CountedRows, RowShape
 
 
 def test_the_same_rows_however_they_are_asked_for() -> None:
-    rows = CountedRows(RowShape(heads=3, kv_heads=3, dim=10, batch=2), seed=5)
+    rows = CountedRows(RowShape(heads=3, kv_heads=3, head_dim=10, batch=2), seed=5)
     whole = rows.read("k", range(20_000), range(3))
     assert torch.equal(rows.read("k", range(17, 20_000, 97), range(1, 3)), whole[:, 17::97, 1:3])
     far = 2**40
@@ -17,7 +17,7 @@ def test_the_same_rows_however_they_are_asked_for() -> None:
 
 
 def test_seeds_names_sequences_and_heads_differ() -> None:
-    shape = RowShape(heads=2, kv_heads=2, dim=8, batch=2)
+    shape = RowShape(heads=2, kv_heads=2, head_dim=8, batch=2)
     first = CountedRows(shape, 0).read("k", range(100), range(2))
     assert not torch.equal(first, CountedRows(shape, 1).read("k", range(100), range(2)))
     assert not torch.equal(first, CountedRows(shape, 0).read("v", range(100), range(2)))
@@ -27,7 +27,7 @@ def test_seeds_names_sequences_and_heads_differ() -> None:
 
 @pytest.mark.parametrize("start", [0, 2**30, 2**33 + 7])
 def test_mean_variance_and_correlations(start: int) -> None:
-    x = CountedRows(RowShape(heads=2, kv_heads=2, dim=32)).read("q", range(start, start + 4096), range(2))
+    x = CountedRows(RowShape(heads=2, kv_heads=2, head_dim=32)).read("q", range(start, start + 4096), range(2))
     x = x.flatten(2).squeeze(0).double()  # (rows, 64)
     count = x.numel()
     assert abs(x.mean()) < 5 / count**0.5

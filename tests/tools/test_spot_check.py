@@ -17,7 +17,7 @@ from ringspan.tools.spot_check import EVERYWHERE, Proof, Stratum, draw_strata, k
 from tests.strategies import lengths, patterns
 
 N, SHARDS = 4096, 16
-SHAPE = RowShape(heads=4, kv_heads=2, dim=16)
+SHAPE = RowShape(heads=4, kv_heads=2, head_dim=16)
 PATTERN = rs.Dilated((64, 512, 4096), (1, 8, 64))
 
 
@@ -39,7 +39,7 @@ def test_keys_are_those_of_the_definition(data: st.DataObject) -> None:
 def test_recomputed_rows_are_those_of_the_oracle(data: st.DataObject) -> None:
     sizes = data.draw(lengths().filter(sum))
     pattern, causal = data.draw(patterns()), data.draw(st.booleans())
-    shape = RowShape(heads=4, kv_heads=2, dim=4, dtype=torch.float64, batch=2)
+    shape = RowShape(heads=4, kv_heads=2, head_dim=4, dtype=torch.float64, batch=2)
     source, n = CountedRows(shape), sum(sizes)
     q, k, v = (source.read(name, range(n), range(shape.heads_of(name))) for name in ("q", "k", "v"))
     out, lse = dense_attention(q, k, v, pattern=pattern, causal=causal, lengths=sizes)
@@ -50,7 +50,7 @@ def test_recomputed_rows_are_those_of_the_oracle(data: st.DataObject) -> None:
 
 
 def plan(causal: bool = True, shape: RowShape = SHAPE) -> RingPlan:
-    sizes = dict(heads=shape.heads, kv_heads=shape.kv_heads, dim=shape.dim, dtype=shape.dtype)
+    sizes = dict(heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim, dtype=shape.dtype)
     return rs.plan(PATTERN, N, ring_size=SHARDS, layout="contiguous", causal=causal, routing="direct", **sizes)  # type: ignore[arg-type]
 
 
@@ -89,7 +89,7 @@ def test_samples_are_drawn_evenly() -> None:
 
 
 def streamed(shape: RowShape = SHAPE) -> HeldRows:
-    out = torch.empty(1, N, shape.heads, shape.dim, dtype=shape.dtype)
+    out = torch.empty(1, N, shape.heads, shape.head_dim, dtype=shape.dtype)
     sink = HeldRows({"out": out, "lse": torch.empty(1, shape.heads, N, dtype=torch.float32)})
     rs.stream_attention(CountedRows(shape), sink, N, PATTERN, causal=True, shards=SHARDS)
     return sink
@@ -98,7 +98,7 @@ def streamed(shape: RowShape = SHAPE) -> HeldRows:
 def proven(results: HeldRows, shape: RowShape = SHAPE, anywhere: int = 300) -> Proof:
     ring = plan(shape=shape)
     strata = draw_strata(ring, anywhere=anywhere)
-    return prove(CountedRows(shape), results, ring, strata, scale=shape.dim**-0.5)
+    return prove(CountedRows(shape), results, ring, strata, scale=shape.head_dim**-0.5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -157,7 +157,7 @@ def test_a_fault_is_larger_than_what_rounding_to_16_bit_may_do(dtype: torch.dtyp
     out = torch.empty(1, N, 2, 32, dtype=dtype)
     results = HeldRows({"out": out, "lse": torch.empty(1, 2, N, dtype=torch.float32)})
     rs.stream_attention(CountedRows(shape), results, N, rs.Full(), causal=True, shards=4)
-    ring = rs.plan(rs.Full(), N, ring_size=4, layout="contiguous", causal=True, routing="direct", heads=2, dim=32)
+    ring = rs.plan(rs.Full(), N, ring_size=4, layout="contiguous", causal=True, routing="direct", heads=2, head_dim=32)
     places = tuple(Place(row, row % 2) for row in range(1, N, N // 40))
     stratum = [Stratum(EVERYWHERE, 2 * N, places)]
     assert prove(CountedRows(shape), results, ring, stratum, scale=32**-0.5).wrong == 0
@@ -168,7 +168,7 @@ def test_a_fault_is_larger_than_what_rounding_to_16_bit_may_do(dtype: torch.dtyp
 def test_rows_that_see_nothing_must_be_nothing() -> None:
     pattern = rs.Dilated((64,), (4,))
     shape = RowShape(1, 1, 8)
-    ring = rs.plan(pattern, 256, ring_size=4, layout="contiguous", routing="direct", heads=1, dim=8)
+    ring = rs.plan(pattern, 256, ring_size=4, layout="contiguous", routing="direct", heads=1, head_dim=8)
     stratum = [Stratum(EVERYWHERE, 256, tuple(Place(row, 0) for row in range(256)))]
     results = HeldRows({"out": torch.empty(1, 256, 1, 8), "lse": torch.empty(1, 1, 256)})
     rs.stream_attention(CountedRows(shape), results, 256, pattern, shards=4)

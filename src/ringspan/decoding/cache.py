@@ -38,11 +38,11 @@ class Lockstep:
 
 
 class BranchRows:
-    """Keys and values of one branch, (2, batch, kv_heads, room, dim). The first ``filled`` rows of a head are valid."""
+    """Keys and values of one branch, (2, batch, kv_heads, room, head_dim). The first ``filled`` rows of a head are valid."""
 
-    def __init__(self, kept: KeptRows, batch: int, dim: int, like: Tensor) -> None:
+    def __init__(self, kept: KeptRows, batch: int, head_dim: int, like: Tensor) -> None:
         self.kept = kept
-        self.rows = like.new_empty((2, batch, len(kept.offsets), 0, dim))
+        self.rows = like.new_empty((2, batch, len(kept.offsets), 0, head_dim))
 
     def make_room(self, rows: int) -> None:
         """Room for so many rows of each head; it is doubled, up to the bound."""
@@ -62,12 +62,12 @@ class BranchRows:
             self.rows = self.rows.new_empty((2, batch, self.rows.shape[2], 0, self.rows.shape[4]))
 
     def of(self, group: Lockstep) -> tuple[Tensor, Tensor]:
-        """Keys and values of some sequences as (batch, room, kv_heads, dim)."""
+        """Keys and values of some sequences as (batch, room, kv_heads, head_dim)."""
         keys, values = self.rows[:, group.first : group.stop].transpose(2, 3).unbind()
         return keys, values
 
     def append(self, group: Lockstep, filled: list[int], k: Tensor, v: Tensor, lanes: list[Lane]) -> None:
-        """Take in rows of ``k`` and ``v`` (batch, rows, kv_heads, dim): for each head those of its lane."""
+        """Take in rows of ``k`` and ``v`` (batch, rows, kv_heads, head_dim): for each head those of its lane."""
         slots = [Lane(held, lane.rows, 1) for held, lane in zip(filled, lanes, strict=True)]
         self.make_room(max(slot.start + slot.rows for slot in slots))
         for theirs, ours in group_heads(lanes, slots):
@@ -84,14 +84,14 @@ class Cache:
 
     Args:
         pattern: `Dilated(...)` or `Full()`, of the layer that the cache belongs to.
-        kv_heads, dim: of the keys and values that it will hold.
+        kv_heads, head_dim: of the keys and values that it will hold.
         batch: how many sequences; they may stand at different positions.
         dtype, device: of the keys and values.
         ring: leaves the rows sharded over a `Ring`: every rank calls with the same tokens, holds its share of the rows,
             and the results of all are merged. For caches that do not fit one device.
 
     >>> import torch, ringspan as rs
-    >>> cache = rs.Cache(rs.Dilated((8, 32), (1, 4)), kv_heads=2, dim=16)
+    >>> cache = rs.Cache(rs.Dilated((8, 32), (1, 4)), kv_heads=2, head_dim=16)
     >>> q, k, v = torch.randn(3, 1, 100, 2, 16).unbind()
     >>> outs = [rs.attention_step(q[:, [i]], k[:, [i]], v[:, [i]], cache) for i in range(100)]
     >>> whole = rs.attention(q, k, v, pattern=cache.pattern, causal=True)
@@ -106,23 +106,23 @@ class Cache:
         pattern: Pattern,
         *,
         kv_heads: int,
-        dim: int,
+        head_dim: int,
         batch: int = 1,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         ring: Ring | None = None,
     ) -> None:
-        for name, value in (("kv_heads", kv_heads), ("dim", dim), ("batch", batch)):
+        for name, value in (("kv_heads", kv_heads), ("head_dim", head_dim), ("batch", batch)):
             if as_int(name, value) < 1:
                 raise ValueError(f"{name}={value}: must be at least 1")
         check_pattern(pattern, kv_heads)
         if ring is not None and not isinstance(ring, Ring):
             raise TypeError(f"ring is a {type(ring).__name__}: must be a Ring, or None to hold all rows here")
-        self.pattern, self.kv_heads, self.dim, self.ring = pattern, kv_heads, dim, ring
+        self.pattern, self.kv_heads, self.head_dim, self.ring = pattern, kv_heads, head_dim, ring
         self.share = Share() if ring is None else Share(ring.rank, ring.size)
         with torch.inference_mode(False):
             like = torch.empty(0, dtype=dtype, device=device)
-            self.branches = tuple(BranchRows(kept, batch, dim, like) for kept in kept_rows(pattern, kv_heads))
+            self.branches = tuple(BranchRows(kept, batch, head_dim, like) for kept in kept_rows(pattern, kv_heads))
         self.groups: list[Lockstep] = []
         self.is_whole = True
         self.reset()
@@ -197,12 +197,12 @@ class Cache:
         kept = "keeps every row" if self.bound is None else f"at most {self.bound:,} rows a head"
         where = "" if self.ring is None else f", sharded over {self.ring}"
         return (
-            f"Cache({self.pattern}: {kept}; {self.batch} sequence(s), {self.kv_heads} KV heads of {self.dim}, "
+            f"Cache({self.pattern}: {kept}; {self.batch} sequence(s), {self.kv_heads} KV heads of {self.head_dim}, "
             f"{self.dtype}, {self.nbytes:,} bytes{where})"
         )
 
     def take_in(self, group: Lockstep, k: Tensor, v: Tensor) -> None:
-        """Keep what later tokens see of new rows (batch, rows, kv_heads, dim) of a group, and move it on."""
+        """Keep what later tokens see of new rows (batch, rows, kv_heads, head_dim) of a group, and move it on."""
         for branch, filled in zip(self.branches, group.filled, strict=True):
             goes_on, lanes = branch.kept.to_keep(group.position, k.shape[1], self.share)
             if not goes_on:
@@ -249,7 +249,7 @@ def check_cache(cache: Cache, k: Tensor) -> None:
         raise TypeError(f"cache is a {type(cache).__name__}: must be a ringspan.Cache")
     for name, found, wanted in (
         ("KV heads", k.shape[2], cache.kv_heads),
-        ("numbers in a head", k.shape[3], cache.dim),
+        ("numbers in a head", k.shape[3], cache.head_dim),
         ("dtype", k.dtype, cache.dtype),
         ("device", k.device, cache.device),
     ):

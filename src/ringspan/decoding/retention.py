@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from ringspan.geometry import Branch, Lane, Pattern, Piece
+from ringspan.geometry import Branch, Lane, Pattern, SegmentRun
 from ringspan.layout import Layout
 
 ENDLESS = 2**62  # rows of a text that never ends: the one segment of `Full`
@@ -88,7 +88,7 @@ class KeptRows:
         phase = self.phase(position)
         if phase == 0:
             return None
-        begun = Piece(position, min(rows, self.branch.segment_length - phase), 1, phase)
+        begun = SegmentRun(position, min(rows, self.branch.segment_length - phase), 1, phase)
         return begun.lanes(self.branch.rate, self.offsets, origin=position)
 
     def to_keep(self, position: int, rows: int, share: Share) -> tuple[bool, list[Lane]]:
@@ -105,17 +105,17 @@ class KeptRows:
         Yields, in the order of the sequence, each rank that holds some of the rows, and where it holds them.
         """
         last = self._last_piece(0, rows)
-        for part in layout.parts(first + last.start, first + rows):
+        for part in layout.rank_spans(first + last.start, first + rows):
             span = next(s for s in layout.spans(part.rank) if s.start <= part.start < s.stop)
             start = part.start - first
-            piece = Piece(start, part.stop - part.start, 1, self.phase(start))
+            piece = SegmentRun(start, part.stop - part.start, 1, self.phase(start))
             local = span.local + part.start - span.start
             yield part.rank, piece.lanes(self.branch.rate, self.offsets, origin=start - local)
 
-    def _last_piece(self, start: int, stop: int) -> Piece:
+    def _last_piece(self, start: int, stop: int) -> SegmentRun:
         """The rows of ``start .. stop - 1`` that lie in the segment of the last of them."""
         first = max(start, stop - 1 - self.phase(stop - 1))
-        return Piece(first, stop - first, 1, self.phase(first))
+        return SegmentRun(first, stop - first, 1, self.phase(first))
 
 
 def kept_rows(pattern: Pattern, kv_heads: int) -> tuple[KeptRows, ...]:

@@ -3,7 +3,7 @@
 Nothing in this folder knows a tensor, a device or a process group.
 """
 
-from ringspan.geometry.comb import Comb, Lane, Piece, group_heads, pieces
+from ringspan.geometry.comb import Comb, Lane, SegmentRun, group_heads, segment_runs
 from ringspan.geometry.documents import Documents, as_int
 from ringspan.geometry.pattern import (
     Branch,
@@ -25,11 +25,11 @@ __all__ = [
     "HeadOffsets",
     "Lane",
     "Pattern",
-    "Piece",
+    "SegmentRun",
     "as_int",
     "group_heads",
     "parse_pattern",
-    "pieces",
+    "segment_runs",
     "unselected_row",
     "unselected_warning",
 ]

@@ -108,7 +108,7 @@ def group_heads(*frames: Sequence[Lane], segments: int = 1, stride: int = 0) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SegmentRun:
     """``segments`` stretches of ``rows`` rows, one directly after the other, each in a segment of its own.
 
     ``start`` is the first row (a position in the document), ``phase`` the place of that row inside
@@ -129,21 +129,21 @@ class Piece:
         return lanes
 
 
-def pieces(start: int, stop: int, branch: Branch) -> Iterator[Piece]:
-    """The rows ``start .. stop - 1`` of a document as at most three pieces: head, whole segments, tail.
+def segment_runs(start: int, stop: int, branch: Branch) -> Iterator[SegmentRun]:
+    """The rows ``start .. stop - 1`` of a document as at most three segment_runs: head, whole segments, tail.
 
-    >>> [(p.start, p.rows, p.segments, p.phase) for p in pieces(0, 10, Branch(4, 1, shift=1))]
+    >>> [(p.start, p.rows, p.segments, p.phase) for p in segment_runs(0, 10, Branch(4, 1, shift=1))]
     [(0, 3, 1, 1), (3, 4, 1, 0), (7, 3, 1, 0)]
     """
     width = branch.segment_length
     phase = (start + branch.shift) % width
     if phase and start < stop:
         rows = min(stop - start, width - phase)
-        yield Piece(start, rows, 1, phase)
+        yield SegmentRun(start, rows, 1, phase)
         start += rows
     whole = (stop - start) // width
     if whole:
-        yield Piece(start, width, whole, 0)
+        yield SegmentRun(start, width, whole, 0)
         start += whole * width
     if start < stop:
-        yield Piece(start, stop - start, 1, 0)
+        yield SegmentRun(start, stop - start, 1, 0)

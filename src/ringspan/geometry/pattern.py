@@ -121,8 +121,8 @@ class Dilated:
             _check_first_of_total(self.first_head, self.total_heads)
 
     @staticmethod
-    def spanning(n: int, first: int = 2048, growth: int = 4) -> Dilated:
-        """A pattern that spans ``n`` rows: segments of ``first`` rows, each next one ``growth`` times as long, up to n.
+    def spanning(seq_len: int, first: int = 2048, growth: int = 4) -> Dilated:
+        """A pattern for ``seq_len`` rows: segments of ``first`` rows, then ``growth`` times as long, up to all rows.
 
         Rates grow with the segments, so every segment has about ``first`` selected rows. The last segment is at least
         twice as long as the one before.
@@ -132,11 +132,11 @@ class Dilated:
         Dilated(segment_lengths=(2048, 8192, 32768, 100000), dilation_rates=(1, 4, 16, 48),
                 head_offsets='interleaved', shift=0, first_head=0, total_heads=0)
         """
-        lengths = [min(first, n)]
-        while 2 * growth * lengths[-1] <= n:
+        lengths = [min(first, seq_len)]
+        while 2 * growth * lengths[-1] <= seq_len:
             lengths.append(growth * lengths[-1])
-        if lengths[-1] < n:
-            lengths.append(n)
+        if lengths[-1] < seq_len:
+            lengths.append(seq_len)
         return Dilated(tuple(lengths), tuple(max(1, length // first) for length in lengths))
 
     @property

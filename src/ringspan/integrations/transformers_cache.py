@@ -43,7 +43,7 @@ class RingspanLayer(CacheLayerMixin):
     def cache_for(self, pattern: rs.Pattern, k: Tensor) -> rs.Cache:
         """The rows that are kept, under the pattern of attention; ``k`` is (batch, rows, heads, dim)."""
         if self.cache is None:
-            sizes: dict[str, Any] = dict(batch=k.shape[0], kv_heads=k.shape[2], dim=k.shape[3])
+            sizes: dict[str, Any] = dict(batch=k.shape[0], kv_heads=k.shape[2], head_dim=k.shape[3])
             self.cache = rs.Cache(pattern, dtype=k.dtype, device=k.device, **sizes)
         if self.cache.pattern != pattern:
             raise ValueError(

@@ -251,7 +251,7 @@ class LongNet(nn.Module):
             rs.Cache(
                 config.pattern_of(layer),
                 kv_heads=config.kv_heads,
-                dim=config.head_dim,
+                head_dim=config.head_dim,
                 batch=batch,
                 dtype=weight.dtype,
                 device=weight.device,

@@ -39,46 +39,46 @@ class GridRotary(nn.Module):
 
     Args:
         shape: the sides of the grid.
-        dim: numbers in a head: even, and at least two for each axis.
+        head_dim: numbers in a head: even, and at least two for each axis.
         base: the slowest pair of an axis turns about ``base`` times slower than its fastest, which turns by one radian
             a cell. 100 suits neighbourhoods of tens of cells.
 
     >>> import ringspan as rs
-    >>> rotary, order = rs.nn.GridRotary((4, 6), dim=8), rs.Hilbert((4, 6))
+    >>> rotary, order = rs.nn.GridRotary((4, 6), head_dim=8), rs.Hilbert((4, 6))
     >>> x = torch.randn(2, 24, 3, 8)
     >>> bool(torch.equal(order.apply(rotary(x)), rotary(order.apply(x), order.coordinates)))
     True
     """
 
-    def __init__(self, shape: Sequence[int], dim: int, base: float = 100.0) -> None:
+    def __init__(self, shape: Sequence[int], head_dim: int, base: float = 100.0) -> None:
         super().__init__()
-        self.grid, self.dim, self.base = RowMajor(shape), as_int("dim", dim), base  # type: ignore[arg-type]
+        self.grid, self.head_dim, self.base = RowMajor(shape), as_int("head_dim", head_dim), base  # type: ignore[arg-type]
         axes = len(self.grid.shape)
         if not 0 < base < math.inf:
             raise ValueError(f"base={base}: must be positive and finite; 100 suits neighbourhoods of tens of cells")
-        if dim % 2 or dim < 2 * axes:
+        if head_dim % 2 or head_dim < 2 * axes:
             raise ValueError(
-                f"dim={dim}: must be even and at least {2 * axes}, a pair of numbers for each of {axes} axes"
+                f"head_dim={head_dim}: must be even and at least {2 * axes}, a pair of numbers for each of {axes} axes"
             )
-        self.pairs = [len(range(axis, dim // 2, axes)) for axis in range(axes)]
+        self.pairs = [len(range(axis, head_dim // 2, axes)) for axis in range(axes)]
 
     def forward(self, x: Tensor, coordinates: Tensor | None = None) -> Tensor:
-        """Turn ``x`` (batch, rows, heads, dim).
+        """Turn ``x`` (batch, rows, heads, head_dim).
 
         ``coordinates`` (rows, axes) say where the rows lie: `Hilbert.coordinates`, of a rank's rows those at
         ``ring.positions(n)``. Without them, ``x`` holds all cells in row-major order.
         """
         if x.dim() != 4 or not x.is_floating_point():
             raise ValueError(
-                f"x is {x.dtype} of shape {tuple(x.shape)}: must be floating-point numbers (batch, rows, heads, dim)"
+                f"x is {x.dtype} of shape {tuple(x.shape)}: must be floating-point numbers (batch, rows, heads, head_dim)"
             )
         if coordinates is None:
             self.grid.check_length(x.shape[1])
             coordinates = all_cells(self.grid.shape, x.device)
-        if coordinates.shape != (x.shape[1], len(self.pairs)) or x.shape[-1] != self.dim:
+        if coordinates.shape != (x.shape[1], len(self.pairs)) or x.shape[-1] != self.head_dim:
             raise ValueError(
                 f"x has shape {tuple(x.shape)}, coordinates {tuple(coordinates.shape)}: x must be (batch, rows, heads, "
-                f"{self.dim}), and coordinates (rows, {len(self.pairs)})"
+                f"{self.head_dim}), and coordinates (rows, {len(self.pairs)})"
             )
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         turns = [
@@ -89,4 +89,4 @@ class GridRotary(nn.Module):
         return rotate(x, cosines, sines)
 
     def extra_repr(self) -> str:
-        return f"shape={self.grid.shape}, dim={self.dim}, base={self.base}"
+        return f"shape={self.grid.shape}, head_dim={self.head_dim}, base={self.base}"

@@ -3,7 +3,7 @@
 Knows no tensor, no device and no process group.
 """
 
-from ringspan.planning.cost import Memory, RingPlan, Sizes
+from ringspan.planning.cost import RankMemory, RingPlan, TensorSizes
 from ringspan.planning.parcels import Message, Packing, Parcel
 from ringspan.planning.rank import Hop, RankPlan, plan_rank
 from ringspan.planning.reach import Reach, find_reach
@@ -13,15 +13,15 @@ from ringspan.planning.tiles import Tile
 __all__ = [
     "ByNode",
     "Hop",
-    "Memory",
     "Message",
     "Packing",
     "Parcel",
+    "RankMemory",
     "RankPlan",
     "Reach",
     "RingPlan",
     "Routing",
-    "Sizes",
+    "TensorSizes",
     "Tile",
     "check_routing",
     "find_reach",

@@ -27,7 +27,7 @@ _SAME = 1 + 1e-9  # times that differ by less differ by rounding
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class DeviceRates:
     """How fast a device computes attention (FLOP/s), how fast it sends, and at the same time receives (bytes/s), and
     what a hop costs, however small (seconds)."""
 
@@ -43,7 +43,7 @@ class Rates:
             raise ValueError(f"latency={self.latency}: must be at least 0 seconds, and finite")
 
 
-ASSUMED_RATES = Rates(flops=1e14, bandwidth=25e9, latency=20e-6)  # a GPU and a 200 Gbit/s link
+ASSUMED_RATES = DeviceRates(flops=1e14, bandwidth=25e9, latency=20e-6)  # a GPU and a 200 Gbit/s link
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class LayoutAdvice:
         return f"{self.layout}: {self.reason}"
 
 
-def advise_layout(plans: Mapping[LayoutName, RingPlan], rates: Rates) -> LayoutAdvice:
+def advise_layout(plans: Mapping[LayoutName, RingPlan], rates: DeviceRates) -> LayoutAdvice:
     """Compare plans that differ in their layout by the modelled time of their slowest rank; the first wins a tie."""
     times = {name: slowest_rank_time(plan, rates) for name, plan in plans.items()}
     least = min(time.total for time in times.values())
@@ -128,7 +128,7 @@ class BreakEven:
 
 
 def break_even(
-    plan: RingPlan, rates: Rates, longest: int = LONGEST, pattern_at: Callable[[int], Pattern] | None = None
+    plan: RingPlan, rates: DeviceRates, longest: int = LONGEST, pattern_at: Callable[[int], Pattern] | None = None
 ) -> BreakEven:
     """The length from which on the plan's ring is faster than one device; everything but the length is the plan's.
 
@@ -139,9 +139,9 @@ def break_even(
     lengths, while powers of two may spare a ring all travel and promise too much.
 
     >>> from ringspan.geometry import Full
-    >>> from ringspan.planning import Sizes
-    >>> ring = RingPlan(Full(), Documents((4096,)), Layout("zigzag", 4096, 4), True, "relay", Sizes())
-    >>> break_even(ring, Rates(flops=1e14, bandwidth=25e9, latency=20e-6)).length
+    >>> from ringspan.planning import TensorSizes
+    >>> ring = RingPlan(Full(), Documents((4096,)), Layout("zigzag", 4096, 4), True, "relay", TensorSizes())
+    >>> break_even(ring, DeviceRates(flops=1e14, bandwidth=25e9, latency=20e-6)).length
     11083
     """
     if len(plan.documents.lengths) != 1:
@@ -177,18 +177,18 @@ def break_even(
     return found(True, shortest)
 
 
-def speedup(plan: RingPlan, rates: Rates) -> float:
+def speedup(plan: RingPlan, rates: DeviceRates) -> float:
     """How much faster than one device the ring is at the plan's own length."""
     ring = slowest_rank_time(plan, rates).total
     return time_alone(plan, rates).total / ring if ring else 1.0
 
 
-def time_alone(plan: RingPlan, rates: Rates) -> RankTime:
+def time_alone(plan: RingPlan, rates: DeviceRates) -> RankTime:
     """One device that holds the whole sequence."""
     return rank_time(replace(plan, layout=Layout("contiguous", plan.layout.rows, 1)), 0, rates)
 
 
-def slowest_rank_time(plan: RingPlan, rates: Rates) -> RankTime:
+def slowest_rank_time(plan: RingPlan, rates: DeviceRates) -> RankTime:
     """The slowest rank of the ring; of a ring of more than 8, both ends and two ranks between are looked at."""
     size = plan.layout.ring_size
     sample = [round(i * (size - 1) / (_SAMPLED_RANKS - 1)) for i in range(_SAMPLED_RANKS)]
@@ -196,7 +196,7 @@ def slowest_rank_time(plan: RingPlan, rates: Rates) -> RankTime:
     return max((rank_time(plan, rank, rates) for rank in ranks), key=lambda time: time.total)
 
 
-def rank_time(plan: RingPlan, rank: int, rates: Rates) -> RankTime:
+def rank_time(plan: RingPlan, rank: int, rates: DeviceRates) -> RankTime:
     """One rank, as if nobody kept it waiting but the wire."""
     steps = [(flops / rates.flops, sent / rates.bandwidth) for flops, sent in _steps(plan, rank)]
     return RankTime(
@@ -213,7 +213,7 @@ def _steps(plan: RingPlan, rank: int) -> Iterator[tuple[int, int]]:
     well, so that backward ends with a step without work. Bytes are those of the busier direction.
     """
     sizes, hops, nothing = plan.sizes, plan.rank(rank).hops, Hop()
-    pair = sizes.batch * (sizes.heads // sizes.kv_heads) * sizes.dim
+    pair = sizes.batch * (sizes.heads // sizes.kv_heads) * sizes.head_dim
     for hop, following in zip(hops, (*hops[1:], nothing), strict=True):
         rows = max(_rows(following.sends), _rows(following.receives))
         yield FORWARD_FLOPS * pair * _pairs(hop), rows * sizes.parcel_row_bytes

@@ -21,18 +21,18 @@ _MOST_TABLE_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class TensorSizes:
     """What the integers of a plan are multiplied with to become bytes."""
 
     batch: int = 1
     heads: int = 8
     kv_heads: int = 8
-    dim: int = 64
+    head_dim: int = 64
     number_bytes: int = 4  # a number of the input dtype
     wide_bytes: int = 4  # a number of the accumulation dtype
 
     def __post_init__(self) -> None:
-        for name in ("batch", "heads", "kv_heads", "dim"):
+        for name in ("batch", "heads", "kv_heads", "head_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
         if self.heads % self.kv_heads:
@@ -41,16 +41,16 @@ class Sizes:
     @property
     def parcel_row_bytes(self) -> int:
         """A row of a parcel: K and V."""
-        return 2 * self.batch * self.dim * self.number_bytes
+        return 2 * self.batch * self.head_dim * self.number_bytes
 
     @property
     def gradient_row_bytes(self) -> int:
         """A row of a parcel's gradient, in the accumulation dtype."""
-        return 2 * self.batch * self.dim * self.wide_bytes
+        return 2 * self.batch * self.head_dim * self.wide_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class RankMemory:
     """Bytes of one rank: its rows (inputs, outputs, accumulators, gradients), its parcels at their peak."""
 
     rows: int
@@ -70,7 +70,7 @@ class RingPlan:
     layout: Layout
     causal: bool
     routing: Routing
-    sizes: Sizes
+    sizes: TensorSizes
 
     def rank(self, rank: int) -> RankPlan:
         """The plan of one rank."""
@@ -119,18 +119,18 @@ class RingPlan:
             return range(size)
         return sorted({round(i * (size - 1) / (_MOST_RANKS_PRICED - 1)) for i in range(_MOST_RANKS_PRICED)})
 
-    def memory(self, rank: int, *, backward: bool = False) -> Memory:
+    def memory(self, rank: int, *, backward: bool = False) -> RankMemory:
         """Bytes of a rank beyond the workspace: its rows of every tensor, and its parcels at their peak."""
         sizes, rows = self.sizes, self.layout.rows_of(rank)
         query_rows, key_rows = rows * sizes.heads * sizes.batch, rows * sizes.kv_heads * sizes.batch
-        accumulated = 0 if sizes.number_bytes == sizes.wide_bytes else sizes.dim * sizes.wide_bytes
-        inputs = (query_rows + 2 * key_rows) * sizes.dim * sizes.number_bytes
-        outputs = query_rows * (sizes.dim * sizes.number_bytes + sizes.wide_bytes)
+        accumulated = 0 if sizes.number_bytes == sizes.wide_bytes else sizes.head_dim * sizes.wide_bytes
+        inputs = (query_rows + 2 * key_rows) * sizes.head_dim * sizes.number_bytes
+        outputs = query_rows * (sizes.head_dim * sizes.number_bytes + sizes.wide_bytes)
         total = inputs + outputs + (0 if backward else query_rows * accumulated)
         if backward:
-            total += query_rows * sizes.dim * sizes.number_bytes  # the gradient of the output
+            total += query_rows * sizes.head_dim * sizes.number_bytes  # the gradient of the output
             total += inputs + (query_rows + 2 * key_rows) * accumulated  # gradients and their accumulators
-        return Memory(total, self._peak_parcels(rank, backward))
+        return RankMemory(total, self._peak_parcels(rank, backward))
 
     def _peak_parcels(self, rank: int, backward: bool) -> int:
         """Two hops of parcels at a time: those in use and those in flight; in backward also their gradients."""
@@ -220,9 +220,10 @@ def traffic(plan: RingPlan, ranks_per_node: int, *, backward: bool = False) -> T
 
     >>> from ringspan.geometry import Documents, Full
     >>> from ringspan.layout import Layout
-    >>> from ringspan.planning import ByNode, Sizes
+    >>> from ringspan.planning import ByNode, TensorSizes
     >>> def across(routing):
-    ...     ring = RingPlan(Full(), Documents((64,)), Layout("contiguous", 64, 8), False, routing, Sizes(1, 1, 1, 8))
+    ...     layout = Layout("contiguous", 64, 8)
+    ...     ring = RingPlan(Full(), Documents((64,)), layout, False, routing, TensorSizes(1, 1, 1, 8))
     ...     return traffic(ring, ranks_per_node=4).across
     >>> across("direct"), across("relay"), across(ByNode(4))
     (16384, 7168, 4096)

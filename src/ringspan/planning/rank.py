@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from ringspan.geometry import Documents, Pattern, group_heads, pieces
+from ringspan.geometry import Documents, Pattern, group_heads, segment_runs
 from ringspan.layout import Layout, Span
 from ringspan.planning.parcels import Message, Packing, packing, parcel_lanes
 from ringspan.planning.routes import Routing, SharedSegment, owner_sends
@@ -92,7 +92,7 @@ def plan_rank(
             branch = pattern.branches(stop - start)[i]
             offsets = pattern.offsets(branch.rate, kv_heads)
             first, last = max(start, span.start), min(stop, span.stop)
-            for piece in pieces(first - start, last - start, branch):
+            for piece in segment_runs(first - start, last - start, branch):
                 begin = start + piece.start - piece.phase
                 end = begin + piece.segments * branch.segment_length
                 if max(begin, start) >= first and min(end, stop) <= last:
@@ -101,7 +101,7 @@ def plan_rank(
                     combs = group_heads(lanes, segments=piece.segments, stride=stride)
                     local += (Tile(comb, comb, causal, fresh=i == 0) for (comb,) in combs)
                 elif (start, begin) not in shared:
-                    parts = tuple(layout.parts(max(begin, start), min(end, stop)))
+                    parts = tuple(layout.rank_spans(max(begin, start), min(end, stop)))
                     shared[start, begin] = SharedSegment(i, branch.rate, offsets, begin, parts, causal)
         drafts[0].tiles += fuse_equal_segments(local)
         for segment in shared.values():

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from ringspan.geometry import Branch, Documents, Pattern
-from ringspan.layout import Layout, Part
+from ringspan.layout import Layout, RankSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +44,13 @@ def find_reach(pattern: Pattern, documents: Documents, layout: Layout, kv_heads:
     A token reaches at most 8 of 32 tokens, the longest segment; segments of 8 cross ranks.
     """
     tokens = max(documents.lengths, default=0)
-    parts = list(layout.parts(0, layout.rows))
+    parts = list(layout.rank_spans(0, layout.rows))
     lengths = [min(branch.segment_length, tokens) for branch in pattern.branches(tokens)]
     crossing = [w for i, w in enumerate(lengths) if _crosses(i, pattern, documents, parts, kv_heads)]
     return Reach(tokens, layout.ring_size, max(lengths), tuple(dict.fromkeys(crossing)))
 
 
-def _crosses(i: int, pattern: Pattern, documents: Documents, parts: list[Part], kv_heads: int) -> bool:
+def _crosses(i: int, pattern: Pattern, documents: Documents, parts: list[RankSpan], kv_heads: int) -> bool:
     """Whether two selected rows of one segment and head lie on different ranks, in branch ``i``.
 
     If so, this holds for two neighbours among the selected rows, and there is a border between them.

@@ -13,8 +13,8 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Literal
 
-from ringspan.geometry import Documents, Lane, Pattern, Piece
-from ringspan.layout import Layout, Part
+from ringspan.geometry import Documents, Lane, Pattern, SegmentRun
+from ringspan.layout import Layout, RankSpan
 from ringspan.planning.parcels import Packing, Parcel, packing
 
 
@@ -65,7 +65,7 @@ class SharedSegment:
     rate: int
     offsets: tuple[int, ...]
     start: int  # where the segment begins; below its first part if the document begins in the middle of it
-    parts: tuple[Part, ...]
+    parts: tuple[RankSpan, ...]
     causal: bool
 
     @cached_property
@@ -93,7 +93,7 @@ class SharedSegment:
         """For each KV head, the selected rows of a part, counted from ``origin``."""
         part = self.parts[i]
         phase = part.start - self.start
-        return Piece(part.start, part.stop - part.start, 1, phase).lanes(self.rate, self.offsets, origin)
+        return SegmentRun(part.start, part.stop - part.start, 1, phase).lanes(self.rate, self.offsets, origin)
 
     def parcel(self, i: int) -> Parcel:
         part = self.parts[i]
@@ -192,7 +192,7 @@ def packing_from_sequence(
     branch = pattern.branches(stop - start)[parcel.branch]
     phase = (parcel.start - start + branch.shift) % branch.segment_length
     segment_start = parcel.start - phase
-    part = next(layout.parts(parcel.start, min(segment_start + branch.segment_length, stop)))
+    part = next(layout.rank_spans(parcel.start, min(segment_start + branch.segment_length, stop)))
     offsets = pattern.offsets(branch.rate, kv_heads)
     alone = SharedSegment(parcel.branch, branch.rate, offsets, segment_start, (part,), causal=False)
     return packing(parcel, alone.lanes(0))

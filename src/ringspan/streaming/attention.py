@@ -30,7 +30,7 @@ from ringspan.streaming.transport import (
 def stream_attention(
     source: Source,
     sink: Sink,
-    n: int,
+    seq_len: int,
     pattern: Pattern,
     *,
     causal: bool = False,
@@ -44,7 +44,7 @@ def stream_attention(
     kernel: str | None = None,
     on_shard: Callable[[ShardDone], None] | None = None,
 ) -> Streamed:
-    """Exact attention over ``n`` rows of a source, written to a sink, in bounded memory.
+    """Exact attention over ``seq_len`` rows of a source, written to a sink, in bounded memory.
 
     Args:
         source: where rows of q, k and v come from: `ringspan.streaming.HeldRows` (tensors in host memory),
@@ -71,7 +71,7 @@ def stream_attention(
     path = None if progress is None else Path(progress)
     job = make_job(
         source,
-        n,
+        seq_len,
         pattern,
         causal=causal,
         scale=scale,
@@ -145,7 +145,7 @@ def _parcels_only(plan: RankPlan) -> RankPlan:
 def stream_backward(
     source: Source,
     sink: Sink,
-    n: int,
+    seq_len: int,
     pattern: Pattern,
     *,
     folder: Path | str,
@@ -169,7 +169,7 @@ def stream_backward(
     path = folder / "progress.jsonl"
     job = make_job(
         source,
-        n,
+        seq_len,
         pattern,
         causal=causal,
         scale=scale,
@@ -202,7 +202,7 @@ def _run_pass(
     notes: ShardNotes,
 ) -> None:
     sizes = job.plan.sizes
-    spool = Spool(folder, accumulation_dtype(job.source.shape.dtype), 2 * sizes.batch * sizes.dim)
+    spool = Spool(folder, accumulation_dtype(job.source.shape.dtype), 2 * sizes.batch * sizes.head_dim)
 
     def compute(shard: int, rows: list[Tensor]) -> Gradients:
         plan = which.plan(job.plan.rank(shard))

@@ -6,8 +6,6 @@ one before are written, so that three shards' worth is held.
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +23,7 @@ from ringspan.kernels import Kernel, accumulation_dtype
 from ringspan.planning import Packing, Parcel, RingPlan, packing_from_sequence
 from ringspan.planning.api import plan as price_plan
 from ringspan.ring.transport import Counters
+from ringspan.runtime.files import Journal, read_journal
 from ringspan.streaming.sources import (
     INPUTS,
     ROWS_IN_ALL,
@@ -72,8 +71,8 @@ def held_bytes(plan: RingPlan, workspace: int, *, backward: bool = False) -> int
     last = plan.layout.ring_size - 1
     ranks = sorted({0, last // 2, last})  # shards differ by a row, and by how many borders cut them
     walked = max(plan.memory(rank, backward=backward).total for rank in ranks)
-    query = sizes.batch * sizes.heads * sizes.dim * sizes.number_bytes
-    keys_and_values = 2 * sizes.batch * sizes.kv_heads * sizes.dim * sizes.number_bytes
+    query = sizes.batch * sizes.heads * sizes.head_dim * sizes.number_bytes
+    keys_and_values = 2 * sizes.batch * sizes.kv_heads * sizes.head_dim * sizes.number_bytes
     lse = sizes.batch * sizes.heads * sizes.wide_bytes
     if backward:
         row = (3 * query + keys_and_values + lse) + 2 * (query + keys_and_values)
@@ -83,7 +82,7 @@ def held_bytes(plan: RingPlan, workspace: int, *, backward: bool = False) -> int
     return walked + row * (rows if last else 0) + workspace + OVERHEAD_BYTES
 
 
-_BEGINNING = '{"run": '
+_BEGINNING = b'{"run": '  # of a progress file, also if its first line is torn
 
 
 class Progress:
@@ -96,19 +95,17 @@ class Progress:
     def __init__(
         self, path: Path | None, settings: dict[str, Any], take_fingerprint: Callable[[], Fingerprint]
     ) -> None:
-        self._path = path
+        self._journal: Journal | None = None
         self.inputs: Fingerprint = {}  # empty without a path
         self.finished: dict[str, dict[str, Any]] = {}
         self.seconds, self.parcel_bytes = 0.0, 0  # of all finished steps, in this process and before
         if path is None:
             return
-        lines = read_lines(path)
+        lines = read_journal(path)
         if not lines:
-            text = _text(path)[: len(_BEGINNING)]  # of a line that was cut off, if of a run
-            if not _BEGINNING.startswith(text):
+            if path.exists() and not _BEGINNING.startswith(path.read_bytes()[: len(_BEGINNING)]):
                 raise ValueError(_foreign(path))
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("")
+            self._journal = Journal(path)
             self.inputs = take_fingerprint()
             self._append({"run": settings, "inputs": self.inputs})
             return
@@ -127,7 +124,7 @@ class Progress:
                 f"{path} belongs to a run with other inputs: {', '.join(differing)} differ; "
                 f"resume with the same inputs, or delete {path} to start over"
             )
-        rewrite_lines(path, lines)  # without a line that was cut off
+        self._journal = Journal(path)
 
     def finish(self, step: str, note: dict[str, Any], seconds: float, parcel_bytes: int) -> None:
         """A step is done for good; ``note`` is what the sink wants to know of it when the run goes on."""
@@ -137,40 +134,13 @@ class Progress:
         self._append({"finished": step, "seconds": seconds, "parcel_bytes": parcel_bytes, "note": note})
 
     def _append(self, line: dict[str, Any]) -> None:
-        if self._path is None:
-            return
-        with self._path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-
-
-def rewrite_lines(path: Path, lines: list[dict[str, Any]]) -> None:
-    """All at once: killed at any moment, the file is the old one or the new one."""
-    new = path.with_name(path.name + ".new")
-    with new.open("w") as file:
-        file.writelines(json.dumps(line) + "\n" for line in lines)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file of JSON lines; none if there is no such file."""
-    text = _text(path)
-    try:
-        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} has a line that is not JSON ({error}): give another file") from error
-
-
-def _text(path: Path) -> str:
-    return path.read_text(errors="replace") if path.exists() else ""
+        if self._journal is not None:
+            self._journal.append(line)
 
 
 def shards_begun_with(path: Path | None) -> int | None:
     """Into how many shards the run in this file is cut, or None if there is none."""
-    lines = read_lines(path) if path is not None else []
+    lines = read_journal(path) if path is not None else []
     return int(_begun_with(path, lines)["shards"]) if path is not None and lines else None
 
 
@@ -275,7 +245,7 @@ class Job:
         """What a run that goes on must have in common with the one that was interrupted."""
         return {
             "call": call,
-            "n": self.plan.layout.rows,
+            "seq_len": self.plan.layout.rows,
             "pattern": self.plan.pattern.text,
             "causal": self.plan.causal,
             "lengths": list(self.plan.documents.lengths),
@@ -319,7 +289,7 @@ class ShardNotes:
 
 def make_job(
     source: Source,
-    n: int,
+    seq_len: int,
     pattern: Pattern,
     *,
     causal: bool,
@@ -333,24 +303,24 @@ def make_job(
     backward: bool,
 ) -> Job:
     """Check everything, and cut the sequence into shards that fit the budget."""
-    n, shape, device = as_int("n", n), source.shape, torch.device(device)
-    if n < 1:
-        raise ValueError(f"n={n}: a sequence has at least 1 row")
+    seq_len, shape, device = as_int("seq_len", seq_len), source.shape, torch.device(device)
+    if seq_len < 1:
+        raise ValueError(f"seq_len={seq_len}: a sequence has at least 1 row")
     if torch.is_autocast_enabled(device.type):
         raise ValueError("torch.autocast is on: streaming takes rows in the dtype of their source; leave it before")
     chosen = kernels.choose(device, shape.dtype).kernel if kernel is None else kernels.get(kernel)
-    refusal = chosen.contract.refusal(device.type, shape.dtype, shape.dim)
+    refusal = chosen.contract.refusal(device.type, shape.dtype, shape.head_dim)
     if refusal:
         raise ValueError(f"kernel {chosen.name!r}: {refusal}, or name another kernel, such as kernel='reference'")
-    factor = shape.dim**-0.5 if scale is None else scale
+    factor = shape.head_dim**-0.5 if scale is None else scale
     wide = accumulation_dtype(shape.dtype)
     if isinstance(factor, bool) or not isinstance(factor, (int, float)):
         raise TypeError(f"scale={scale!r}: must be a number")
     if not abs(factor) <= torch.finfo(wide).max:  # NaN too
         raise ValueError(f"scale={scale}: must be finite in {wide}, the dtype of the scores")
-    if shards is not None and not 1 <= as_int("shards", shards) <= n:
-        raise ValueError(f"shards={shards}: must lie in 1 .. {n}, so that each has rows")
-    plan_with = _planner(shape_of=source, n=n, pattern=pattern, causal=causal, lengths=lengths)
+    if shards is not None and not 1 <= as_int("shards", shards) <= seq_len:
+        raise ValueError(f"shards={shards}: must lie in 1 .. {seq_len}, so that each has rows")
+    plan_with = _planner(shape_of=source, seq_len=seq_len, pattern=pattern, causal=causal, lengths=lengths)
     begun = shards_begun_with(progress)
     way_out = "leave shards out, or give more"
     if shards is None:
@@ -366,7 +336,7 @@ def make_job(
 
 
 def _planner(
-    shape_of: Source, n: int, pattern: Pattern, causal: bool, lengths: Sequence[int] | None
+    shape_of: Source, seq_len: int, pattern: Pattern, causal: bool, lengths: Sequence[int] | None
 ) -> Callable[[int], RingPlan]:
     shape = shape_of.shape
     if not isinstance(pattern, (Full, Dilated)):
@@ -377,7 +347,7 @@ def _planner(
     def plan_with(shards: int) -> RingPlan:
         return price_plan(
             pattern,
-            n,
+            seq_len,
             ring_size=shards,
             layout="contiguous",
             causal=causal,
@@ -386,7 +356,7 @@ def _planner(
             batch=shape.batch,
             heads=shape.heads,
             kv_heads=shape.kv_heads,
-            dim=shape.dim,
+            head_dim=shape.head_dim,
             dtype=shape.dtype,
         )
 

@@ -12,13 +12,13 @@ import mmap
 import os
 import struct
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from ringspan.runtime.files import atomic_path
 from ringspan.streaming.sources import HeldRows, RowShape
 
 _SAFE_NAMES = {
@@ -75,7 +75,7 @@ def open_numpy(*folders: Path | str) -> HeldRows:
     return _held(_by_name((path.stem, *_map_numpy(path, writable=False)) for path in paths))
 
 
-def create_numpy(folder: Path | str, n: int, shape: RowShape, *, backward: bool = False) -> HeldRows:
+def create_numpy(folder: Path | str, seq_len: int, shape: RowShape, *, backward: bool = False) -> HeldRows:
     """A sink of .npy files, made at their full size; files of the same shape that are there are gone on with."""
     import numpy as np  # noqa: PLC0415
 
@@ -84,11 +84,11 @@ def create_numpy(folder: Path | str, n: int, shape: RowShape, *, backward: bool 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     found = {}
-    for name, (size, dtype) in shape.results(n, backward=backward).items():
+    for name, (size, dtype) in shape.results(seq_len, backward=backward).items():
         path = folder / f"{name}.npy"
         wanted = torch.empty(0, dtype=dtype).numpy().dtype
         if not path.exists():
-            with _made_whole(path) as new:
+            with atomic_path(path, unique=False) as new:
                 np.lib.format.open_memmap(new, mode="w+", dtype=wanted, shape=size).flush()
                 make_room(new, new.stat().st_size)
         found[name] = _map_numpy(path, writable=True)
@@ -102,10 +102,10 @@ def open_safetensors(*paths: Path | str) -> HeldRows:
     return _held(_by_name((name, file, x) for file in files for name, x in _safe_tensors(file).items()))
 
 
-def create_safetensors(path: Path | str, n: int, shape: RowShape, *, backward: bool = False) -> HeldRows:
+def create_safetensors(path: Path | str, seq_len: int, shape: RowShape, *, backward: bool = False) -> HeldRows:
     """A sink in one safetensors file, made at its full size; one of the same shapes that is there is gone on with."""
     path = Path(path)
-    results = shape.results(n, backward=backward)
+    results = shape.results(seq_len, backward=backward)
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         _make_safetensors(path, results)
@@ -193,20 +193,9 @@ def _make_safetensors(path: Path, results: Mapping[str, tuple[tuple[int, ...], t
         header[name] = {"dtype": _SAFE_DTYPES[dtype], "shape": size, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text = text.ljust(-(-len(text) // 8) * 8)
-    with _made_whole(path) as new:
+    with atomic_path(path, unique=False) as new:
         new.write_bytes(struct.pack("<Q", len(text)) + text)
         make_room(new, 8 + len(text) + end)
-
-
-@contextmanager
-def _made_whole(path: Path) -> Iterator[Path]:
-    """A file that is there when it is whole: killed before, nothing is in the way of the next run."""
-    new = path.with_name(path.name + ".new")
-    try:
-        yield new
-        new.replace(path)
-    finally:
-        new.unlink(missing_ok=True)
 
 
 def make_room(path: Path, size: int) -> None:

@@ -129,12 +129,12 @@ class RowShape:
 
     heads: int
     kv_heads: int
-    dim: int
+    head_dim: int
     dtype: torch.dtype = torch.float32
     batch: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("heads", "kv_heads", "dim", "batch"):
+        for name in ("heads", "kv_heads", "head_dim", "batch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
         if self.heads % self.kv_heads:
@@ -145,25 +145,25 @@ class RowShape:
     def heads_of(self, name: str) -> int:
         return self.kv_heads if name in ("k", "v", "dk", "dv") else self.heads
 
-    def results(self, n: int, *, backward: bool = False) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of each tensor that a run over ``n`` rows writes.
+    def results(self, seq_len: int, *, backward: bool = False) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each tensor that a run over ``seq_len`` rows writes.
 
-        >>> RowShape(heads=4, kv_heads=2, dim=8, dtype=torch.bfloat16).results(100)["lse"]
+        >>> RowShape(heads=4, kv_heads=2, head_dim=8, dtype=torch.bfloat16).results(100)["lse"]
         ((1, 4, 100), torch.float32)
         """
         names = ("dq", "dk", "dv") if backward else ("out",)
         found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            name: ((self.batch, n, self.heads_of(name), self.dim), self.dtype) for name in names
+            name: ((self.batch, seq_len, self.heads_of(name), self.head_dim), self.dtype) for name in names
         }
         if not backward:
-            found["lse"] = ((self.batch, self.heads, n), accumulation_dtype(self.dtype))
+            found["lse"] = ((self.batch, self.heads, seq_len), accumulation_dtype(self.dtype))
         return found
 
 
 def read_rows(source: Source, name: str, rows: range, heads: range) -> Tensor:
     """What a source gives, which must be what was asked for: other shapes could be broadcast without an error."""
     x, shape = source.read(name, rows, heads), source.shape
-    wanted: tuple[int, ...] = (shape.batch, len(rows), len(heads), shape.dim)
+    wanted: tuple[int, ...] = (shape.batch, len(rows), len(heads), shape.head_dim)
     dtype = shape.dtype
     if name in _SEQ_LAST:
         wanted, dtype = (shape.batch, len(heads), len(rows)), accumulation_dtype(shape.dtype)
@@ -248,7 +248,7 @@ class HeldRows:
             raise ValueError(f"no {name} among {', '.join(self.tensors)}: give it too")
         x = self.tensors[name]
         if rows and rows[-1] >= x.shape[seq_dim(name)]:
-            raise ValueError(f"row {rows[-1]} of {name}: it has {x.shape[seq_dim(name)]} rows; state another n")
+            raise ValueError(f"row {rows[-1]} of {name}: it has {x.shape[seq_dim(name)]} rows; state another seq_len")
         dim, along_heads = seq_dim(name), slice(heads.start, heads.stop)
         x = x[:, along_heads] if dim == 2 else x[:, :, along_heads]
         x = x[(slice(None),) * dim + (slice(rows.start, rows.stop, rows.step),)]
@@ -358,8 +358,8 @@ class CountedRows:
 
     def read(self, name: str, rows: range, heads: range) -> Tensor:
         shape = self.shape
-        made = rows_memory((shape.batch, len(rows), len(heads), shape.dim), shape.dtype)
-        words_per_head = -(-shape.dim // _NUMBERS_PER_WORD)
+        made = rows_memory((shape.batch, len(rows), len(heads), shape.head_dim), shape.dtype)
+        words_per_head = -(-shape.head_dim // _NUMBERS_PER_WORD)
         words = torch.arange(heads.start * words_per_head, heads.stop * words_per_head)
         steps = _mix(words + 1)  # one constant for each word of a row
         at_a_time = max(1, _WORDS_AT_A_TIME // len(words))
@@ -369,7 +369,7 @@ class CountedRows:
                 some = rows[first : first + at_a_time]
                 row = _mix(torch.arange(some.start, some.stop, some.step) + salt)
                 numbers = _mix_once(row[:, None] + steps).view(torch.int16)
-                numbers = numbers.view(len(some), len(heads), words_per_head * _NUMBERS_PER_WORD)[..., : shape.dim]
+                numbers = numbers.view(len(some), len(heads), words_per_head * _NUMBERS_PER_WORD)[..., : shape.head_dim]
                 torch.mul(numbers, _TO_UNIT_VARIANCE, out=made[batch, first : first + len(some)])
         return made
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ringspan.geometry import Documents, Full, Pattern
 from ringspan.layout import Layout, LayoutName
-from ringspan.planning import Memory, RingPlan, Routing, Sizes, check_routing
+from ringspan.planning import RankMemory, RingPlan, Routing, TensorSizes, check_routing
 from ringspan.planning.breakeven import BreakEven, LayoutAdvice
 from ringspan.tools.pages import Rows, Table
 from ringspan.tools.rates import KnownRates
@@ -30,8 +30,8 @@ class RankPrice:
     sent_backward: int
     work: int
     share: float
-    memory_forward: Memory
-    memory_backward: Memory
+    memory_forward: RankMemory
+    memory_backward: RankMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def make_plans(
         raise ValueError(f"dtype={dtype!r}: must be one of {', '.join(NUMBER_BYTES)}")
     check_routing(routing)
     accumulated = "float64" if dtype == "float64" else "float32"
-    sizes = Sizes(batch, heads, kv_heads, dim, NUMBER_BYTES[dtype], NUMBER_BYTES[accumulated])
+    sizes = TensorSizes(batch, heads, kv_heads, dim, NUMBER_BYTES[dtype], NUMBER_BYTES[accumulated])
     documents = Documents((tokens,))
     return {
         name: RingPlan(pattern, documents, Layout(name, tokens, ring_size), causal, routing, sizes) for name in layouts
@@ -136,7 +136,8 @@ def headline(plan: RingPlan, dtype: str) -> str:
     batch = f", batch {sizes.batch}" if sizes.batch > 1 else ""
     return (
         f"{plan.layout.rows:,} tokens over {size:,} rank{'' if size == 1 else 's'}, {pattern_text(plan.pattern)}, "
-        f"{'causal' if plan.causal else 'not causal'}, {heads} of {sizes.dim}, {dtype}{batch}, routing: {plan.routing}"
+        f"{'causal' if plan.causal else 'not causal'}, {heads} of {sizes.head_dim}, {dtype}{batch}, "
+        f"routing: {plan.routing}"
     )
 
 
@@ -267,7 +268,7 @@ def _crossing(plan: RingPlan) -> str:
     return f"{len(plan.reach.crossing)} of {len(plan.pattern.branches(plan.layout.rows))}"
 
 
-def _largest_memory(ranks: Sequence[RankPrice], way: str) -> Memory:
+def _largest_memory(ranks: Sequence[RankPrice], way: str) -> RankMemory:
     found = [rank.memory_forward if way == "forward" else rank.memory_backward for rank in ranks]
     return max(found, key=lambda memory: memory.total)
 

@@ -194,7 +194,7 @@ def rehearse_rank(plan: RingPlan, rank: int, network: Network, dtype: torch.dtyp
     Raises nothing that a real rank would not raise; a rank that does not fit runs out of memory here as well.
     """
     device = this_ranks_device()
-    _warm_up(device, dtype, plan.sizes.dim)
+    _warm_up(device, dtype, plan.sizes.head_dim)
     figures: list[PassFigures] = []
     with Stopwatch() as watch:
         growth = device.peak_growth(lambda: figures.extend(_run(plan, rank, network, dtype, backward, device)))
@@ -220,10 +220,10 @@ def _run(
 ) -> list[PassFigures]:
     own, sizes = plan.rank(rank), plan.sizes
     kernel = kernels.choose(device.device, dtype).kernel
-    scale = sizes.dim**-0.5
+    scale = sizes.head_dim**-0.5
 
     def rows(heads: int) -> Tensor:
-        shape = (sizes.batch, own.rows, heads, sizes.dim)
+        shape = (sizes.batch, own.rows, heads, sizes.head_dim)
         return torch.empty(shape, dtype=dtype, device=device.device).normal_()
 
     def new_transport() -> StandInTransport:
@@ -311,8 +311,8 @@ def ranks_worth_rehearsing(plan: RingPlan) -> dict[str, int]:
 
     >>> from ringspan.geometry import Documents, Full
     >>> from ringspan.layout import Layout
-    >>> from ringspan.planning import Sizes
-    >>> ring = RingPlan(Full(), Documents((4096,)), Layout("contiguous", 4096, 8), True, "relay", Sizes())
+    >>> from ringspan.planning import TensorSizes
+    >>> ring = RingPlan(Full(), Documents((4096,)), Layout("contiguous", 4096, 8), True, "relay", TensorSizes())
     >>> ranks_worth_rehearsing(ring)
     {'first': 0, 'middle': 4, 'last, worst': 7}
     """

@@ -71,8 +71,8 @@ def draw_strata(plan: RingPlan, *, anywhere: int = 1000, each: int = FEWEST, see
 
     >>> from ringspan.geometry import Dilated, Documents
     >>> from ringspan.layout import Layout
-    >>> from ringspan.planning import Sizes
-    >>> shape, pattern = Sizes(heads=2, kv_heads=2), Dilated((8, 64), (1, 4))
+    >>> from ringspan.planning import TensorSizes
+    >>> shape, pattern = TensorSizes(heads=2, kv_heads=2), Dilated((8, 64), (1, 4))
     >>> plan = RingPlan(pattern, Documents((64,)), Layout("contiguous", 64, 4), True, "direct", shape)
     >>> for stratum in draw_strata(plan, anywhere=5)[:4]: print(stratum.name, len(stratum.places))
     anywhere in the sequence 5
@@ -177,7 +177,7 @@ def recompute(
     shape = source.shape
     kv_head = place.head // (shape.heads // shape.kv_heads)
     q = source.read("q", range(place.row, place.row + 1), range(place.head, place.head + 1))[:, 0, 0].double()
-    out = torch.zeros(shape.batch, shape.dim, dtype=torch.float64)
+    out = torch.zeros(shape.batch, shape.head_dim, dtype=torch.float64)
     lse = torch.full((shape.batch,), -torch.inf, dtype=torch.float64)
     spread = torch.zeros_like(out)  # the sum of (weight x value) ** 2
     keys, largest_score = 0, 0.0
@@ -193,7 +193,7 @@ def recompute(
         lse, keys = total, keys + len(rows)
         magnitudes = abs(scale) * torch.einsum("bd,bkd->bk", q.abs(), k.abs())
         largest_score = max(largest_score, float(magnitudes.max()))
-    allowed_out, allowed_lse = _allowed(shape.dtype, shape.dim, keys, largest_score, out.abs(), spread.sqrt())
+    allowed_out, allowed_lse = _allowed(shape.dtype, shape.head_dim, keys, largest_score, out.abs(), spread.sqrt())
     return Exact(out, lse, keys, allowed_out, allowed_lse)
 
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ringspan.geometry import Dilated, Full
-from ringspan.tools.bench.cases import Case
-from ringspan.tools.bench.trials import Limits, Trial
+from ringspan.tools.bench.cases import BenchCase
+from ringspan.tools.bench.trials import TrialLimits, Trial
 
-ROOMY = Limits(memory_bytes=2**30, seconds=600.0)
-SMALL = Case("ringspan", Dilated((64, 256), (1, 4)), 256, 1, True, "contiguous", "float32", 2, 16, True)
+ROOMY = TrialLimits(memory_bytes=2**30, seconds=600.0)
+SMALL = BenchCase("ringspan", Dilated((64, 256), (1, 4)), 256, 1, True, "contiguous", "float32", 2, 16, True)
 
 
-def case(implementation: str = "ringspan", tokens: int = 256, ranks: int = 1, *, full: bool = False) -> Case:
+def case(implementation: str = "ringspan", tokens: int = 256, ranks: int = 1, *, full: bool = False) -> BenchCase:
     pattern = Full() if full else SMALL.pattern
     return replace(SMALL, implementation=implementation, tokens=tokens, ranks=ranks, pattern=pattern)
 
 
-def measured(what: Case, number: int = 1, seconds: float = 1.0, peak: int = 2**20, foreign: float = 0.0) -> Trial:
+def measured(what: BenchCase, number: int = 1, seconds: float = 1.0, peak: int = 2**20, foreign: float = 0.0) -> Trial:
     """A trial whose forward took a quarter of the time."""
     return Trial(
         what,

@@ -7,35 +7,35 @@ from pathlib import Path
 import pytest
 
 import ringspan as rs
-from ringspan.tools.bench.cases import Case, case_from_json, make_cases
-from ringspan.tools.bench.ladder import Settings, Store, run_cases
-from ringspan.tools.bench.trials import Limits, Trial
+from ringspan.tools.bench.cases import BenchCase, case_from_json, make_cases
+from ringspan.tools.bench.ladder import BenchSettings, TrialStore, run_cases
+from ringspan.tools.bench.trials import TrialLimits, Trial
 from tests.tools.bench.examples import ROOMY, case, measured
 
-Run = Callable[[Case, int, Limits, int], Trial]
+Run = Callable[[BenchCase, int, TrialLimits, int], Trial]
 
 
 class Recorder:
     """Runs nothing, but notes what it was asked to run, and answers as it was told."""
 
-    def __init__(self, answer: Callable[[Case, int], Trial] = measured) -> None:
+    def __init__(self, answer: Callable[[BenchCase, int], Trial] = measured) -> None:
         self.asked: list[tuple[str, int, int]] = []
         self.answer = answer
 
-    def __call__(self, what: Case, number: int, limits: Limits, threads: int) -> Trial:
+    def __call__(self, what: BenchCase, number: int, limits: TrialLimits, threads: int) -> Trial:
         self.asked.append((what.implementation, what.tokens, number))
         return self.answer(what, number)
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "trials.jsonl", threads=1)
+def store(tmp_path: Path) -> TrialStore:
+    return TrialStore(tmp_path / "trials.jsonl", threads=1)
 
 
-def test_all_cases_of_a_length_take_turns_and_lengths_grow(store: Store) -> None:
+def test_all_cases_of_a_length_take_turns_and_lengths_grow(store: TrialStore) -> None:
     cases = [case(name, tokens, full=True) for name in ("ringspan", "sdpa") for tokens in (512, 256)]
     recorder = Recorder()
-    trials = list(run_cases(cases, Settings(ROOMY, rounds=2), store, run=recorder))
+    trials = list(run_cases(cases, BenchSettings(ROOMY, rounds=2), store, run=recorder))
     assert recorder.asked == [
         (name, tokens, number) for tokens in (256, 512) for number in (1, 2) for name in ("ringspan", "sdpa")
     ]
@@ -43,15 +43,15 @@ def test_all_cases_of_a_length_take_turns_and_lengths_grow(store: Store) -> None
 
 
 @pytest.mark.parametrize("outcome", ["out of memory", "out of time", "crashed"])
-def test_a_ladder_ends_at_its_first_failure_and_others_go_on(store: Store, outcome: str) -> None:
-    def answer(what: Case, number: int) -> Trial:
+def test_a_ladder_ends_at_its_first_failure_and_others_go_on(store: TrialStore, outcome: str) -> None:
+    def answer(what: BenchCase, number: int) -> Trial:
         if what.implementation == "sdpa" and what.tokens == 512:
             return Trial(what, number, outcome, ROOMY, "for the test")  # type: ignore[arg-type]
         return measured(what, number)
 
     cases = [case(name, tokens, full=True) for name in ("ringspan", "sdpa") for tokens in (256, 512, 1024, 2048)]
     recorder = Recorder(answer)
-    trials = list(run_cases(cases, Settings(ROOMY, rounds=2), store, run=recorder))
+    trials = list(run_cases(cases, BenchSettings(ROOMY, rounds=2), store, run=recorder))
     assert [asked for asked in recorder.asked if asked[0] == "sdpa"] == [
         ("sdpa", 256, 1),
         ("sdpa", 256, 2),
@@ -66,9 +66,9 @@ def test_a_ladder_ends_at_its_first_failure_and_others_go_on(store: Store, outco
     }
 
 
-def test_what_the_plan_says_will_not_fit_is_refused_before_anything_starts(store: Store) -> None:
+def test_what_the_plan_says_will_not_fit_is_refused_before_anything_starts(store: TrialStore) -> None:
     recorder = Recorder()
-    tight = Settings(Limits(65 * 2**20, 60.0), rounds=1)
+    tight = BenchSettings(TrialLimits(65 * 2**20, 60.0), rounds=1)
     fits, large = case(tokens=256), case(tokens=2**20)
     trials = list(run_cases([fits, large], tight, store, run=recorder))
     assert recorder.asked == [("ringspan", 256, 1)]
@@ -77,61 +77,61 @@ def test_what_the_plan_says_will_not_fit_is_refused_before_anything_starts(store
     assert not trials[1].ran
 
 
-def test_others_are_refused_by_how_they_grew(store: Store) -> None:
+def test_others_are_refused_by_how_they_grew(store: TrialStore) -> None:
     """Memory that grew fourfold from 256 to 512 is expected to grow fourfold again."""
 
-    def answer(what: Case, number: int) -> Trial:
+    def answer(what: BenchCase, number: int) -> Trial:
         return measured(what, number, peak=2**20 * (what.tokens // 256) ** 2)
 
     cases = [case("sdpa", tokens, full=True) for tokens in (256, 512, 1024, 2048)]
-    trials = list(run_cases(cases, Settings(Limits(17 * 2**20, 60.0), rounds=1), store, run=Recorder(answer)))
+    trials = list(run_cases(cases, BenchSettings(TrialLimits(17 * 2**20, 60.0), rounds=1), store, run=Recorder(answer)))
     assert [trial.outcome for trial in trials] == ["measured", "measured", "measured", "refused"]
     assert trials[-1].reason == "expected to need 64 MiB; 17 MiB are allowed"
 
 
-def test_what_would_take_far_too_long_is_refused(store: Store) -> None:
-    def answer(what: Case, number: int) -> Trial:
+def test_what_would_take_far_too_long_is_refused(store: TrialStore) -> None:
+    def answer(what: BenchCase, number: int) -> Trial:
         return measured(what, number, seconds=(what.tokens / 256) ** 2)
 
     cases = [case("sdpa", tokens, full=True) for tokens in (256, 512, 1024)]
-    trials = list(run_cases(cases, Settings(Limits(2**30, 10.0), rounds=1), store, run=Recorder(answer)))
+    trials = list(run_cases(cases, BenchSettings(TrialLimits(2**30, 10.0), rounds=1), store, run=Recorder(answer)))
     assert trials[-1].reason == "expected to take about 16 s; 10 s are allowed"
 
 
-def test_a_peer_that_is_not_installed_is_a_row(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_is_not_installed_is_a_row(store: TrialStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     recorder = Recorder()
     cases = [case("ring_attention_pytorch", tokens, ranks=2, full=True) for tokens in (256, 512)]
-    trials = list(run_cases(cases, Settings(ROOMY), store, run=recorder))
+    trials = list(run_cases(cases, BenchSettings(ROOMY), store, run=recorder))
     assert not recorder.asked
     assert [trial.outcome for trial in trials] == ["not installed", "not tried"]
     assert trials[0].reason == "ring_attention_pytorch is not installed: pip install -c constraints.txt -e '.[peers]'"
 
 
-def test_long_trials_are_not_repeated(store: Store) -> None:
+def test_long_trials_are_not_repeated(store: TrialStore) -> None:
     recorder = Recorder(lambda what, number: measured(what, number, seconds=what.tokens / 100))
     cases = [case(tokens=256), case(tokens=2048)]
-    list(run_cases(cases, Settings(ROOMY, rounds=3, long_seconds=10.0), store, run=recorder))
+    list(run_cases(cases, BenchSettings(ROOMY, rounds=3, long_seconds=10.0), store, run=recorder))
     assert recorder.asked == [("ringspan", 256, 1), ("ringspan", 256, 2), ("ringspan", 256, 3), ("ringspan", 2048, 1)]
 
 
-def test_a_disturbed_trial_is_repeated_and_the_least_disturbed_is_kept(store: Store) -> None:
+def test_a_disturbed_trial_is_repeated_and_the_least_disturbed_is_kept(store: TrialStore) -> None:
     loads = iter([0.5, 0.2, 0.3])
     recorder = Recorder(lambda what, number: measured(what, number, foreign=next(loads)))
-    (trial,) = run_cases([case()], Settings(ROOMY, rounds=1, attempts=3), store, run=recorder)
+    (trial,) = run_cases([case()], BenchSettings(ROOMY, rounds=1, attempts=3), store, run=recorder)
     assert (trial.foreign_cores, trial.attempts, trial.disturbed) == (0.2, 3, True)
     loads = iter([0.5, 0.05, 0.3])
-    (trial,) = run_cases([case(tokens=512)], Settings(ROOMY, rounds=1, attempts=3), store, run=recorder)
+    (trial,) = run_cases([case(tokens=512)], BenchSettings(ROOMY, rounds=1, attempts=3), store, run=recorder)
     assert (trial.foreign_cores, trial.attempts, trial.disturbed) == (0.05, 2, False)
 
 
-def test_going_on_where_it_stopped(store: Store) -> None:
+def test_going_on_where_it_stopped(store: TrialStore) -> None:
     """Interrupted in the third of four trials: those that ended are not run again, and the torn line does no harm."""
     cases = [case(tokens=256), case(tokens=512)]
-    settings = Settings(ROOMY, rounds=2)
+    settings = BenchSettings(ROOMY, rounds=2)
     answers = iter([1.0, 2.0])
 
-    def answer(what: Case, number: int) -> Trial:
+    def answer(what: BenchCase, number: int) -> Trial:
         try:
             return measured(what, number, seconds=next(answers))
         except StopIteration:
@@ -142,40 +142,40 @@ def test_going_on_where_it_stopped(store: Store) -> None:
     with store.path.open("a") as file:
         file.write('{"fingerprint": "torn')
 
-    again, recorder = Store(store.path, threads=1), Recorder()
+    again, recorder = TrialStore(store.path, threads=1), Recorder()
     assert len(again) == 2
     trials = list(run_cases(cases, settings, again, run=recorder))
     assert recorder.asked == [("ringspan", 512, 1), ("ringspan", 512, 2)]
     assert [trial.total_seconds for trial in trials] == [1.0, 2.0, 1.0, 1.0]
-    assert len(Store(store.path, threads=1)) == 4
+    assert len(TrialStore(store.path, threads=1)) == 4
 
     more = Recorder()
-    list(run_cases(cases, replace(settings, rounds=3), Store(store.path, threads=1), run=more))
+    list(run_cases(cases, replace(settings, rounds=3), TrialStore(store.path, threads=1), run=more))
     assert more.asked == [("ringspan", 256, 3), ("ringspan", 512, 3)]
 
 
-def test_trials_of_other_conditions_are_left_alone(store: Store) -> None:
-    list(run_cases([case()], Settings(ROOMY, rounds=1), store, run=Recorder()))
-    other, recorder = Store(store.path, threads=2), Recorder()
+def test_trials_of_other_conditions_are_left_alone(store: TrialStore) -> None:
+    list(run_cases([case()], BenchSettings(ROOMY, rounds=1), store, run=Recorder()))
+    other, recorder = TrialStore(store.path, threads=2), Recorder()
     assert (len(other), other.others) == (0, 1)
-    list(run_cases([case()], Settings(ROOMY, rounds=1, threads=2), other, run=recorder))
+    list(run_cases([case()], BenchSettings(ROOMY, rounds=1, threads=2), other, run=recorder))
     assert recorder.asked == [("ringspan", 256, 1)]
-    assert len(Store(store.path, threads=1)) == 1
+    assert len(TrialStore(store.path, threads=1)) == 1
 
 
-def test_fresh_starts_anew(store: Store) -> None:
-    list(run_cases([case()], Settings(ROOMY, rounds=1), store, run=Recorder()))
-    assert len(Store(store.path, threads=1, fresh=True)) == 0
+def test_fresh_starts_anew(store: TrialStore) -> None:
+    list(run_cases([case()], BenchSettings(ROOMY, rounds=1), store, run=Recorder()))
+    assert len(TrialStore(store.path, threads=1, fresh=True)) == 0
 
 
-def test_disturbed_trials_can_be_repeated(store: Store) -> None:
+def test_disturbed_trials_can_be_repeated(store: TrialStore) -> None:
     busy = Recorder(lambda what, number: measured(what, number, foreign=0.5 if what.tokens == 256 else 0.0))
-    cases, settings = [case(tokens=256), case(tokens=512)], Settings(ROOMY, rounds=1, attempts=1)
+    cases, settings = [case(tokens=256), case(tokens=512)], BenchSettings(ROOMY, rounds=1, attempts=1)
     list(run_cases(cases, settings, store, run=busy))
     quiet = Recorder()
-    list(run_cases(cases, settings, Store(store.path, threads=1, repeat_disturbed=True), run=quiet))
+    list(run_cases(cases, settings, TrialStore(store.path, threads=1, repeat_disturbed=True), run=quiet))
     assert quiet.asked == [("ringspan", 256, 1)]
-    trials = run_cases(cases, settings, Store(store.path, threads=1), run=quiet)
+    trials = run_cases(cases, settings, TrialStore(store.path, threads=1), run=quiet)
     assert not any(trial.disturbed for trial in trials)
 
 

@@ -9,13 +9,13 @@ from rich.console import Console
 
 import ringspan as rs
 from ringspan.tools.bench import report
-from ringspan.tools.bench.cases import Case
-from ringspan.tools.bench.ladder import Store, run_cases
+from ringspan.tools.bench.cases import BenchCase
+from ringspan.tools.bench.ladder import TrialStore, run_cases
 from ringspan.tools.bench.results_page import make_results_page, write_results
 from ringspan.tools.bench.suites import QUICK_SCALE, results_parts
 from ringspan.tools.bench.summaries import summarize
 from ringspan.tools.bench.tables import idle_rings, terminal_tables
-from ringspan.tools.bench.trials import Limits, Trial
+from ringspan.tools.bench.trials import TrialLimits, Trial
 from ringspan.tools.pages import Page, Picture, Table, rich_table
 from tests.tools.bench.examples import ROOMY, case, measured
 
@@ -124,7 +124,7 @@ def test_a_ring_that_sends_nothing_is_named() -> None:
     short = replace(case(tokens=1024, ranks=2), pattern=rs.Dilated((64, 256), (1, 4)))
     page = report.make_page([replace(measured(short), sent_bytes=(0, 0))], "ringspan bench")
     assert "nothing sent by the busiest. No segment crosses ranks, so nothing is sent" in page.sentence
-    assert cells_of(page, "Reach, and what is sent")[1] == [
+    assert cells_of(page, "LadderReach, and what is sent")[1] == [
         "64x1,256x4", "1,024", "2", "contiguous", "256", "none", "nothing", "0.0 MiB"
     ]  # fmt: skip
     (sentence,) = idle_rings(summarize([measured(short)]))
@@ -135,7 +135,7 @@ def test_a_ring_that_sends_nothing_is_named() -> None:
 def suite(tmp_path_factory: pytest.TempPathFactory) -> tuple[Page, Path]:
     """The results suite with known figures: time and memory go with tokens / ranks; masks run out of memory."""
 
-    def answer(what: Case, number: int, limits: Limits, threads: int) -> Trial:
+    def answer(what: BenchCase, number: int, limits: TrialLimits, threads: int) -> Trial:
         if what.implementation == "sdpa_mask":
             return Trial(what, number, "out of memory", limits, "rank 0 needed more")
         share = what.tokens / what.ranks
@@ -143,7 +143,7 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> tuple[Page, Path]:
         return replace(found, limits=limits, sent_bytes=(3 * 2**20,) * what.ranks if what.ranks > 1 else ())
 
     root = tmp_path_factory.mktemp("suite")
-    store = Store(root / "trials.jsonl", threads=1)
+    store = TrialStore(root / "trials.jsonl", threads=1)
     parts = results_parts(QUICK_SCALE, memory_bytes=2**33)
     trials = {part.name: list(run_cases(part.cases, part.settings, store, run=answer)) for part in parts}
     page = make_results_page(trials, QUICK_SCALE, "ringspan bench --suite results")
@@ -195,7 +195,7 @@ def test_the_results_page_says_what_was_measured(suite: tuple[Page, Path]) -> No
 
 def test_parts_share_their_trials(suite: tuple[Page, Path]) -> None:
     """A case that two tables show is measured once."""
-    store = Store(suite[1] / "trials.jsonl", threads=1)
+    store = TrialStore(suite[1] / "trials.jsonl", threads=1)
     lines = (suite[1] / "trials.jsonl").read_text().splitlines()
     assert len(lines) == len(store)
 

@@ -5,7 +5,7 @@ import pytest
 from ringspan.tools.bench import trials
 from ringspan.tools.bench.hilbert import QUICK, Findings
 from ringspan.tools.bench.hilbert_page import _sentence
-from ringspan.tools.bench.trials import Clock
+from ringspan.tools.bench.trials import TurnTimer
 
 
 class LoadedStopwatch(trials.Stopwatch):
@@ -25,7 +25,7 @@ def test_disturbed_calls_are_repeated_and_counted(
 ) -> None:
     monkeypatch.setattr(trials, "Stopwatch", LoadedStopwatch)
     LoadedStopwatch.loads = list(loads)
-    clock, calls = Clock(), []
+    clock, calls = TurnTimer(), []
     assert clock.in_turns({"call": lambda: calls.append(1)}, rounds=1, warm=False) == {"call": [1.0]}
     assert len(calls) == len(loads)
     assert (clock.most_foreign_cores, clock.disturbed) == (most, disturbed)

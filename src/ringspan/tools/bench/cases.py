@@ -1,4 +1,4 @@
-"""Cases: what is measured. An implementation, a pattern, a length, a number of ranks, and the shape of the heads."""
+"""Benchmark cases and the implementations they run. A case is one configuration to measure; it knows no timing."""
 
 from __future__ import annotations
 
@@ -19,19 +19,22 @@ from torch.nn.functional import scaled_dot_product_attention
 import ringspan as rs
 from ringspan.geometry import Dilated, Full, Pattern, parse_pattern
 from ringspan.layout import Layout, LayoutName
-from ringspan.planning.breakeven import Rates
+from ringspan.planning.breakeven import DeviceRates
 from ringspan.runtime.extras import install_command
 from ringspan.tools import peers
 from ringspan.tools.peers import Attend, blockwise_flex, masked_sdpa
 
-_ANY_LENGTH = Dilated((1,), (1,))  # stands for the spanning patterns of all lengths
+_ANY_LENGTH = Dilated((1,), (1,))  # placeholder for the spanning patterns of all lengths
+_ANY_NUMBER = 1_000_000
+LOCAL_RATES = DeviceRates(flops=5e10, bandwidth=1e9, latency=1e-4)  # rough: local processes with one CPU thread each
 
 
 @dataclass(frozen=True)
-class Case:
-    """``layout`` says which rows each rank holds; ``backward`` whether the backward pass is measured too.
+class BenchCase:
+    """One configuration to measure: an implementation at one length, on a number of ranks.
 
-    ``spanning``: the pattern was chosen for the length (`Dilated.spanning`), and other lengths have another one.
+    ``layout`` assigns rows to ranks. ``backward`` includes the backward pass. ``spanning`` means that the pattern is
+    `Dilated.spanning` of the length, so other lengths of the same ladder have other patterns.
     """
 
     implementation: str
@@ -47,19 +50,19 @@ class Case:
     spanning: bool = False
 
     @property
-    def ladder(self) -> Case:
-        """The case without its length, and without what may depend on it: equal for all lengths of one ladder."""
+    def ladder(self) -> BenchCase:
+        """The case without its length and everything that may depend on it. Equal for all lengths of one ladder."""
         pattern = _ANY_LENGTH if self.spanning else self.pattern
         return replace(self, tokens=0, layout="contiguous", pattern=pattern)
 
     @property
     def pattern_name(self) -> str:
-        """The pattern as the command line takes it."""
+        """The pattern as written on the command line."""
         return "spanning" if self.spanning else pattern_label(self.pattern)
 
     @property
     def processes(self) -> int:
-        """How many processes a trial starts: the ranks of a simulated ring share one."""
+        """Number of processes that a trial starts. All ranks of a simulated ring share one."""
         return 1 if self.implementation == "simulated" else self.ranks
 
     @property
@@ -78,13 +81,13 @@ class Case:
         return f"{self.implementation}, {self.tokens:,} tokens, {where}, {pattern_label(self.pattern)}"
 
 
-def case_from_json(found: dict[str, Any]) -> Case:
-    """The case that `Case.as_json` wrote."""
-    return Case(**{**found, "pattern": parse_pattern(found["pattern"])})
+def case_from_json(found: dict[str, Any]) -> BenchCase:
+    """Inverse of `BenchCase.as_json`."""
+    return BenchCase(**{**found, "pattern": parse_pattern(found["pattern"])})
 
 
 def pattern_label(pattern: Pattern) -> str:
-    """A pattern as the command line takes it.
+    """A pattern as written on the command line.
 
     >>> pattern_label(Dilated((2048, 8192), (1, 4)))
     '2048x1,8192x4'
@@ -94,40 +97,37 @@ def pattern_label(pattern: Pattern) -> str:
     return ",".join(f"{w}x{r}" for w, r in zip(pattern.segment_lengths, pattern.dilation_rates, strict=True))
 
 
-_ANY = 1_000_000
-LOCAL_RATES = Rates(flops=5e10, bandwidth=1e9, latency=1e-4)  # processes on one CPU thread each, roughly
-
-
-def _everything_is_there() -> str:
+def _nothing_missing() -> str:
     return ""
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """``prepare(case)`` runs on every rank and returns the call to be timed, on that rank's rows.
+    """An implementation of attention that can be benchmarked.
 
-    ``missing()`` says what has to be installed first, or nothing. ``layout`` is the one that it needs, if it needs one.
-    ``compiled``: it is warmed up at the length that is measured, since it compiles for that length alone.
+    ``prepare(case)`` runs on every rank and returns the call to time on that rank's rows. ``missing()`` returns what
+    must be installed first, or an empty string. ``layout`` is set if the implementation requires one. ``compiled``
+    implementations compile for one length, so they are warmed up at the measured length.
     """
 
     name: str
     title: str
-    prepare: Callable[[Case], Attend]
+    prepare: Callable[[BenchCase], Attend]
     patterns: tuple[type[Pattern], ...] = (Full,)
-    most_ranks: int = _ANY
+    most_ranks: int = _ANY_NUMBER
     backward: bool = True
     compiled: bool = False
     layout: LayoutName | None = None
-    missing: Callable[[], str] = _everything_is_there
+    missing: Callable[[], str] = _nothing_missing
 
     def offers(self, pattern: Pattern, ranks: int) -> bool:
         return isinstance(pattern, self.patterns) and ranks <= self.most_ranks
 
 
 class RingAttention:
-    """ringspan on this rank's rows; ``ring`` counts what it sends, and is None on one process."""
+    """ringspan on this rank's rows. ``ring`` counts the bytes sent; it is None on one process."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: BenchCase) -> None:
         self.case, self.ring = case, rs.Ring(layout=case.layout) if case.ranks > 1 else None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -136,16 +136,16 @@ class RingAttention:
 
 
 class SimulatedAttention:
-    """All ranks of a ring in this process, on whole tensors; ``ring`` counts what each virtual rank holds."""
+    """All ranks of a ring in this process, on whole tensors. ``ring`` counts the bytes that each virtual rank holds."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: BenchCase) -> None:
         self.case, self.ring = case, rs.SimulatedRing(case.ranks, case.layout)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return rs.attention(q, k, v, pattern=self.case.pattern, causal=self.case.causal, ring=self.ring)
 
 
-def _sdpa(case: Case) -> Attend:
+def _sdpa(case: BenchCase) -> Attend:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return scaled_dot_product_attention(q, k, v, is_causal=case.causal).transpose(1, 2)
@@ -153,26 +153,26 @@ def _sdpa(case: Case) -> Attend:
     return attend
 
 
-def _masked_sdpa(case: Case) -> Attend:
+def _masked_sdpa(case: BenchCase) -> Attend:
     return masked_sdpa(case.pattern, case.tokens, case.heads, causal=case.causal, dtype=case.torch_dtype)
 
 
-def _flex(case: Case) -> Attend:
+def _flex(case: BenchCase) -> Attend:
     assert isinstance(case.pattern, Dilated)
     return blockwise_flex(case.pattern, case.tokens, case.heads, causal=case.causal)
 
 
-def _other_ring(attention: peers.Attention, case: Case) -> Attend:
+def _other_ring(attention: peers.GroupAttention, case: BenchCase) -> Attend:
     return partial(attention, causal=case.causal, group=dist.group.WORLD)  # type: ignore[arg-type]
 
 
-def _needs(module: str, remedy: str) -> str:
+def _missing_module(module: str, remedy: str) -> str:
     return "" if importlib.util.find_spec(module) else f"{module} is not installed: {remedy}"
 
 
-def _needs_compiler() -> str:
+def _missing_compiler() -> str:
     compilers = (os.environ.get("CXX", ""), "c++", "g++", "clang++")
-    return "" if any(map(shutil.which, filter(None, compilers))) else "needs a C++ compiler to compile with"
+    return "" if any(map(shutil.which, filter(None, compilers))) else "a C++ compiler is required"
 
 
 OURS = (
@@ -190,7 +190,7 @@ PEERS = (
         most_ranks=1,
         backward=False,
         compiled=True,
-        missing=_needs_compiler,
+        missing=_missing_compiler,
     ),
     Implementation(
         "torch_ring",
@@ -198,7 +198,7 @@ PEERS = (
         partial(_other_ring, peers.torch_ring),
         layout="zigzag",
         missing=partial(
-            _needs, "torch.distributed.tensor.experimental._context_parallel", "this version of torch is without it"
+            _missing_module, "torch.distributed.tensor.experimental._context_parallel", "use a version of torch that has it"
         ),
     ),
     Implementation(
@@ -206,7 +206,7 @@ PEERS = (
         "ring-attention-pytorch",
         partial(_other_ring, peers.ring_attention_pytorch),
         layout="contiguous",
-        missing=partial(_needs, "ring_attention_pytorch", install_command("peers")),
+        missing=partial(_missing_module, "ring_attention_pytorch", install_command("peers")),
     ),
     Implementation("all_gather", "all-gather", partial(_other_ring, peers.all_gather), layout="contiguous"),
 )
@@ -227,20 +227,20 @@ def make_cases(
     heads: int = 8,
     dim: int = 64,
     backward: bool = True,
-) -> list[Case]:
-    """A case for every pattern, length, number of ranks and implementation that go together.
+) -> list[BenchCase]:
+    """One case for every valid combination of pattern, length, number of ranks and implementation.
 
-    ``layout`` is ringspan's; None takes the faster one for each case (`rs.best_layout`, at the rates of local
-    processes). ``"spanning"`` is the pattern that spans each length, with segments from ``first_segment`` rows on. An
-    implementation that is not installed has its cases all the same: they become rows that say so.
+    ``layout`` applies to ringspan; None picks the faster one for each case (`rs.best_layout` at the rates of local
+    processes). ``"spanning"`` is the pattern that spans each length, starting with segments of ``first_segment`` rows.
+    Implementations that are not installed get cases too: the report lists them with the reason.
     """
     cases = []
     for n, wanted, size, name in product(tokens, patterns, ranks, names):
         who = IMPLEMENTATIONS[name]
         pattern = rs.Dilated.spanning(n, first_segment) if wanted == "spanning" else wanted
         if who.offers(pattern, size):
-            advice = rs.best_layout(pattern, n, size, causal=causal, heads=heads, dim=dim, rates=LOCAL_RATES)
+            advice = rs.best_layout(pattern, n, size, causal=causal, heads=heads, head_dim=dim, rates=LOCAL_RATES)
             rows = who.layout or layout or advice.layout
             shape = (causal, rows, dtype, heads, dim, backward and who.backward)
-            cases.append(Case(name, pattern, n, size, *shape, spanning=wanted == "spanning"))
+            cases.append(BenchCase(name, pattern, n, size, *shape, spanning=wanted == "spanning"))
     return cases

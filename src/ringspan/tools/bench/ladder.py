@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -17,8 +16,9 @@ import psutil
 import ringspan as rs
 from ringspan.geometry import Full
 from ringspan.planning import RingPlan
-from ringspan.tools.bench.cases import IMPLEMENTATIONS, Case
-from ringspan.tools.bench.trials import Limits, Trial, run_trial, trial_from_json
+from ringspan.runtime.files import Journal, read_journal
+from ringspan.tools.bench.cases import IMPLEMENTATIONS, BenchCase
+from ringspan.tools.bench.trials import TrialLimits, Trial, run_trial, trial_from_json
 from ringspan.tools.measure import describe_machine
 
 # Beside what the plan counts, a rank needs its workspace, and what libraries and allocators keep.
@@ -28,12 +28,12 @@ _SURELY_TOO_SLOW = 1.5  # a case is not tried if it is expected to take this man
 Seen = Mapping[int, float]  # by length: what shorter cases of the same ladder took
 
 
-def is_planned(case: Case) -> bool:
+def is_planned(case: BenchCase) -> bool:
     """Whether a plan says beforehand what the case needs."""
     return case.implementation in ("ringspan", "simulated")
 
 
-def plan_of(case: Case) -> RingPlan:
+def plan_of(case: BenchCase) -> RingPlan:
     """ringspan's plan of a case."""
     return rs.plan(
         case.pattern,
@@ -42,18 +42,18 @@ def plan_of(case: Case) -> RingPlan:
         layout=case.layout,
         causal=case.causal,
         heads=case.heads,
-        dim=case.dim,
+        head_dim=case.dim,
         dtype=case.torch_dtype,
     )
 
 
-def planned_bytes(case: Case) -> list[int]:
+def planned_bytes(case: BenchCase) -> list[int]:
     """Bytes of each rank as ringspan's plan has them: rows of every tensor, and parcels at their peak."""
     plan = plan_of(case)
     return [plan.memory(rank, backward=case.backward).total for rank in range(case.ranks)]
 
 
-def predicted_bytes(case: Case, seen: Seen) -> int:
+def predicted_bytes(case: BenchCase, seen: Seen) -> int:
     """Bytes of all ranks together; ``seen`` are those of shorter lengths.
 
     Another implementation is taken to grow as it did between its last two lengths, or by the square if there is but
@@ -63,12 +63,12 @@ def predicted_bytes(case: Case, seen: Seen) -> int:
         return sum(planned_bytes(case)) + case.ranks * OVERHEAD_BYTES
     if case.implementation == "simulated":
         return 2 * sum(planned_bytes(case)) + OVERHEAD_BYTES  # whole tensors, and each rank's rows of them
-    alone = rs.plan(Full(), case.tokens, heads=case.heads, dim=case.dim, dtype=case.torch_dtype)
+    alone = rs.plan(Full(), case.tokens, heads=case.heads, head_dim=case.dim, dtype=case.torch_dtype)
     rows = alone.memory(0, backward=case.backward).rows
     return max(rows, int(extrapolate(seen, case.tokens))) if seen else rows
 
 
-def expected_seconds(case: Case, seen: Seen) -> float:
+def expected_seconds(case: BenchCase, seen: Seen) -> float:
     """Seconds of forward and backward, if two shorter lengths have been measured; otherwise 0: nobody knows."""
     return extrapolate(seen, case.tokens) if len(seen) > 1 else 0.0
 
@@ -88,7 +88,7 @@ def extrapolate(seen: Seen, tokens: int) -> float:
     return seen[last] * (tokens / last) ** min(2.0, max(1.0, power))
 
 
-def refusal(case: Case, limits: Limits, bytes_seen: Seen, seconds_seen: Seen) -> str:
+def refusal(case: BenchCase, limits: TrialLimits, bytes_seen: Seen, seconds_seen: Seen) -> str:
     """Why a case is not worth trying under these limits, or nothing."""
     needed = predicted_bytes(case, bytes_seen)
     if needed > limits.memory_bytes:
@@ -101,10 +101,10 @@ def refusal(case: Case, limits: Limits, bytes_seen: Seen, seconds_seen: Seen) ->
 
 
 @dataclass(frozen=True)
-class Forecast:
+class CaseForecast:
     """What is known of a case before anything has run. ``exact``: from a plan, and not just a lower bound."""
 
-    case: Case
+    case: BenchCase
     memory_bytes: int
     exact: bool
     obstacle: str
@@ -113,9 +113,9 @@ class Forecast:
         return {**asdict(self), "case": self.case.as_json()}
 
 
-def foretell(case: Case, limits: Limits) -> Forecast:
+def foretell(case: BenchCase, limits: TrialLimits) -> CaseForecast:
     obstacle = IMPLEMENTATIONS[case.implementation].missing() or refusal(case, limits, {}, {})
-    return Forecast(case, predicted_bytes(case, {}), is_planned(case), obstacle)
+    return CaseForecast(case, predicted_bytes(case, {}), is_planned(case), obstacle)
 
 
 def conditions(threads: int) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def conditions(threads: int) -> dict[str, Any]:
     return {"ringspan": rs.__version__, "threads": threads, **{name: machine[name] for name in same}}
 
 
-class Store:
+class TrialStore:
     """The trials of one file that were run under the same conditions. Others in it are left alone, and counted.
 
     With ``repeat_disturbed``, trials that other programs disturbed do not count: they are run again.
@@ -135,36 +135,27 @@ class Store:
         self.path, self.conditions, self.repeat_disturbed = path, conditions(threads), repeat_disturbed
         self.fingerprint = hashlib.sha256(json.dumps(self.conditions, sort_keys=True).encode()).hexdigest()[:12]
         self.others = 0
-        self._trials: dict[tuple[Case, int], Trial] = {}
-        path.parent.mkdir(parents=True, exist_ok=True)
+        self._trials: dict[tuple[BenchCase, int], Trial] = {}
         if fresh:
             path.unlink(missing_ok=True)
-        elif path.exists():
-            self._load()
+        self._journal = Journal(path)
+        self._load()
 
     def __len__(self) -> int:
         return len(self._trials)
 
-    def find(self, case: Case, number: int, limits: Limits) -> Trial | None:
+    def find(self, case: BenchCase, number: int, limits: TrialLimits) -> Trial | None:
         """The trial of a case in a round, if it is there and still holds under these limits."""
         trial = self._trials.get((case, number))
         return trial if trial is not None and trial.holds_under(limits) else None
 
     def append(self, trial: Trial) -> None:
-        """Add a line in one write, and have it on the disk before going on."""
-        line = json.dumps({"fingerprint": self.fingerprint, "conditions": self.conditions, **trial.as_json()}) + "\n"
-        with self.path.open("ab", buffering=0) as file:
-            file.write(line.encode())
-            os.fsync(file.fileno())
+        """Add a line, and return when it is on disk."""
+        self._journal.append({"fingerprint": self.fingerprint, "conditions": self.conditions, **trial.as_json()})
         self._trials[trial.case, trial.round] = trial
 
     def _load(self) -> None:
-        text = self.path.read_bytes()
-        whole = text[: text.rfind(b"\n") + 1]
-        if whole != text:  # the end of a line that a power cut or a kill left unfinished
-            os.truncate(self.path, len(whole))
-        for line in whole.splitlines():
-            found = json.loads(line)
+        for found in read_journal(self.path):
             del found["conditions"]
             if found.pop("fingerprint") == self.fingerprint:
                 trial = trial_from_json(found)
@@ -176,10 +167,10 @@ class Store:
 
 
 @dataclass(frozen=True)
-class Settings:
+class BenchSettings:
     """How often and within what. A trial that took longer than ``long_seconds``, its start included, is run once."""
 
-    limits: Limits
+    limits: TrialLimits
     rounds: int = 3
     threads: int = 1
     attempts: int = 3
@@ -191,19 +182,19 @@ def _silent(step: int, text: str) -> None:
 
 
 def run_cases(
-    cases: Sequence[Case],
-    settings: Settings,
-    store: Store,
+    cases: Sequence[BenchCase],
+    settings: BenchSettings,
+    store: TrialStore,
     *,
     announce: Callable[[int, str], None] = _silent,
-    run: Callable[[Case, int, Limits, int], Trial] = run_trial,
+    run: Callable[[BenchCase, int, TrialLimits, int], Trial] = run_trial,
 ) -> Iterator[Trial]:
     """Every trial as it ends, and one for each case that is not run, with the reason.
 
     A ladder ends at its first length that fails: longer ones are not tried. ``announce(step, text)`` is told what comes
     next, out of ``len(cases) * rounds`` steps. Trials that ``store`` has are not run again.
     """
-    ladders: defaultdict[Case, _Ladder] = defaultdict(_Ladder)
+    ladders: defaultdict[BenchCase, _Ladder] = defaultdict(_Ladder)
     step = 0
     for tokens in sorted({case.tokens for case in cases}):
         here = [case for case in cases if case.tokens == tokens]
@@ -233,7 +224,7 @@ class _Ladder:
         self.bytes: dict[int, float] = {}
         self.walls: dict[int, float] = {}
 
-    def obstacle(self, case: Case, limits: Limits, known: bool) -> Trial | None:
+    def obstacle(self, case: BenchCase, limits: TrialLimits, known: bool) -> Trial | None:
         """What keeps a case from being tried, and with it all longer ones; nothing if its trial is known already."""
         if self.ended:
             return Trial(case, 1, "not tried", limits, self.ended)
@@ -256,13 +247,13 @@ class _Ladder:
             self.ended = f"{trial.case.tokens:,} tokens: {trial.outcome}"
 
 
-def _free_now(limits: Limits) -> Limits:
+def _free_now(limits: TrialLimits) -> TrialLimits:
     """The budget was free when the run began; others may have taken some of it since."""
     return replace(limits, memory_bytes=min(limits.memory_bytes, psutil.virtual_memory().available))
 
 
 def _run_undisturbed(
-    case: Case, number: int, settings: Settings, run: Callable[[Case, int, Limits, int], Trial]
+    case: BenchCase, number: int, settings: BenchSettings, run: Callable[[BenchCase, int, TrialLimits, int], Trial]
 ) -> Trial:
     """A trial; again if others were busy meanwhile; the least disturbed one if they always were."""
     limits, best = _free_now(settings.limits), None

@@ -1,0 +1,257 @@
+"""What `ringspan verify` runs: the implementation under test, and the inputs of every check."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ringspan.api import attention
+from ringspan.geometry import Dilated, Full, Pattern
+from ringspan.layout import LayoutName, check_layout_name
+from ringspan.planning.api import plan
+from ringspan.ring import Ring
+from ringspan.tools.peers import Attention
+
+_MIN_ROWS_PER_SEGMENT = 4  # selected rows of a shortened segment, in each head
+_MAX_DEFAULT_TOKENS = 65536
+_FULL_DEFAULT_TOKENS = 8192
+_SMALL_PARCELS_BYTES = 32 * 2**20
+_MIN_RING_FOR_LARGE_PARCELS = 4
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """The attention under test; can be sent to another process.
+
+    ``target`` is ``package.module:function``, or empty for ringspan. Other functions compute full attention.
+    """
+
+    target: str = ""
+    pattern: Pattern = field(default_factory=Full)
+    layout: LayoutName = "zigzag"
+    equal_shards: bool = False  # whether all ranks must hold the same number of rows
+
+    @property
+    def is_ringspan(self) -> bool:
+        return not self.target
+
+    @property
+    def name(self) -> str:
+        return self.target or f"ringspan, {self.pattern.text.partition(' interleaved')[0]}"
+
+    @staticmethod
+    def load(target: str) -> Implementation:
+        """Another function. Its attributes ``layout`` and ``equal_shards`` say which rows each rank holds."""
+        function = _import_function(target)
+        layout: Any = getattr(function, "layout", "contiguous")
+        check_layout_name(layout)
+        return Implementation(target, Full(), layout, bool(getattr(function, "equal_shards", False)))
+
+    def bind(self, group: dist.ProcessGroup) -> BoundImplementation:
+        """The implementation as this rank of the group calls it."""
+        ring = Ring(group, layout=self.layout, min_size=1)
+        return BoundImplementation(self, ring, None if self.is_ringspan else _import_function(self.target))
+
+
+@dataclass(frozen=True)
+class BoundImplementation:
+    """An implementation on one rank. For other functions, ``ring`` only says which rank holds which rows."""
+
+    implementation: Implementation
+    ring: Ring
+    function: Attention | None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, causal: bool, tokens: int) -> Tensor:
+        """This rank's rows of the output."""
+        if self.function is not None:
+            return self.function(q, k, v, causal=causal, group=self.ring.group)
+        return attention(q, k, v, pattern=pattern, causal=causal, ring=self.ring, seq_len=tokens)
+
+
+def _import_function(target: str) -> Attention:
+    module_name, colon, function_name = target.partition(":")
+    if not colon:
+        raise ValueError(f"{target!r}: must be package.module:function")
+    here = str(Path.cwd())
+    if here not in sys.path:  # as `python -m` does, so that modules in the current folder can be imported
+        sys.path.insert(0, here)
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{target!r}: {error}; run from the folder that contains it, or install it") from error
+    except AttributeError as error:
+        raise ValueError(f"{target!r}: {error}") from error
+    if not callable(function):
+        raise ValueError(f"{target!r}: a {type(function).__name__}, but must be a function")
+    return cast(Attention, function)
+
+
+@dataclass(frozen=True)
+class VerifyCase:
+    """A set of tensors and the pattern that runs on them."""
+
+    pattern: Pattern
+    tokens: int
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+
+    def __str__(self) -> str:
+        """The name of the case in reports.
+
+        >>> str(VerifyCase(Dilated((64, 256), (1, 4)), 1001, 2, 6, 2, 16, "float64"))
+        '64x1 256x4, 1,001 tokens, batch 2, 6 heads on 2 KV heads x 16, float64'
+        """
+        batch = f", batch {self.batch}" if self.batch > 1 else ""
+        grouped = f" on {self.kv_heads} KV head{'s' if self.kv_heads > 1 else ''}" if self.grouped else ""
+        heads = f"{self.heads} head{'s' if self.heads > 1 else ''}{grouped} x {self.head_dim}"
+        return f"{short_text(self.pattern)}, {self.tokens:,} tokens{batch}, {heads}, {self.dtype}"
+
+    @property
+    def grouped(self) -> bool:
+        return self.heads != self.kv_heads
+
+
+@dataclass(frozen=True)
+class VerifySettings:
+    """The cases of each measurement."""
+
+    memory: VerifyCase
+    warm_up: VerifyCase  # runs before memory is measured
+    exact: tuple[VerifyCase, ...]
+    visibility: VerifyCase
+    counted: VerifyCase  # bytes and FLOPs
+    speed: VerifyCase
+    uneven: tuple[VerifyCase, ...]
+    grouped: tuple[VerifyCase, ...]
+    memory_rings: tuple[int, ...]  # ring sizes on which memory is measured
+    memory_causal: bool
+    trials: int = 3  # of speed; 0 if ranks share a core
+
+    @property
+    def all_cases(self) -> tuple[VerifyCase, ...]:
+        single = (self.memory, self.warm_up, self.visibility, self.counted, self.speed)
+        return (*single, *self.exact, *self.uneven, *self.grouped)
+
+
+def settings_for(implementation: Implementation, sizes: list[int], tokens: int, dtype: str) -> VerifySettings:
+    """The cases for an implementation on rings of these sizes; ``tokens`` is the length of the long runs.
+
+    Each length divides evenly over every ring, because many implementations need that. The lengths for exactness leave
+    an odd number of rows in a shard of the largest contiguous ring. Uneven shards and grouped KV heads are separate
+    cases.
+    """
+    pattern = implementation.pattern
+    spans = 2 if implementation.layout == "zigzag" else 1
+    parts = math.lcm(*sizes) * spans
+    max_rate = 1 if isinstance(pattern, Full) else max(pattern.dilation_rates)
+
+    def long(heads: int, head_dim: int, divided_by: int = 1) -> VerifyCase:
+        return VerifyCase(pattern, -(-tokens // divided_by // parts) * parts, 1, heads, heads, head_dim, "float32")
+
+    def odd(target: int) -> int:
+        return parts * (max(target, 6 * max_rate) // parts | 1)
+
+    def short(batch: int, target: int, heads: int, head_dim: int, kv_heads: int = 0) -> VerifyCase:
+        n = odd(target)
+        return VerifyCase(shortened(pattern, 3 * n // 4), n, batch, heads, kv_heads or heads, head_dim, dtype)
+
+    exact = [
+        short(1, 300, 1, 16),
+        short(3, 300, 3, 16),
+        short(1, 700, 2, 32),
+        short(2, 200, 5, 64),
+        short(1, 200, 8, 16),
+    ]
+    if max_rate > 1:  # enough heads to use every offset, and the first one twice
+        exact.append(short(1, 700, min(max_rate, 64) + 1, 8))
+    exact.append(VerifyCase(pattern, parts * ((tokens // parts + 1) | 1), 1, 1, 1, 32, dtype))
+    if isinstance(pattern, Full):
+        memory, counted = long(256, 128, divided_by=16), long(4, 64, divided_by=8)
+    else:
+        memory, counted = long(4, 64), long(2, 16)
+    large = _has_large_parcels(implementation, memory)
+    memory_rings = _memory_rings(sizes, large)
+    memory_parts = math.lcm(*memory_rings) * spans
+    memory = replace(memory, tokens=-(-memory.tokens // memory_parts) * memory_parts)
+    even = short(2, 300, 3, 16)
+    return VerifySettings(
+        memory=memory,
+        warm_up=replace(memory, tokens=16 * memory_parts, heads=1, kv_heads=1),
+        exact=tuple(exact),
+        visibility=short(1, 700, 4, 16),
+        counted=counted,
+        speed=long(2, 64),
+        uneven=(replace(even, tokens=even.tokens + 1),),
+        grouped=(short(2, 300, 6, 16, kv_heads=2), short(1, 200, 4, 16, kv_heads=1)),
+        memory_rings=memory_rings,
+        memory_causal=not large,  # large parcels: not causal, so that every rank holds the same number of them
+    )
+
+
+def default_tokens(pattern: Pattern) -> int:
+    """The longest segment, so that it runs at full length; shorter for full attention, which is quadratic."""
+    if isinstance(pattern, Full):
+        return _FULL_DEFAULT_TOKENS
+    return min(max(pattern.segment_lengths), _MAX_DEFAULT_TOKENS)
+
+
+def _has_large_parcels(implementation: Implementation, case: VerifyCase) -> bool:
+    parcels = [
+        plan(
+            case.pattern,
+            case.tokens,
+            ring_size=size,
+            layout=implementation.layout,
+            heads=case.heads,
+            head_dim=case.head_dim,
+        )
+        .memory(0, backward=True)
+        .parcels
+        for size in (2, 4)
+    ]
+    return max(parcels) > _SMALL_PARCELS_BYTES
+
+
+def _memory_rings(sizes: list[int], large_parcels: bool) -> tuple[int, ...]:
+    """The ring sizes on which the memory of a ring differs from that of an all-gather.
+
+    With small parcels, that is every size. If parcels are as large as the shards, a rank of two holds its own rows and
+    those of its peer, which is the whole sequence: only larger rings can show that a rank holds less.
+    """
+    if not large_parcels:
+        return tuple(sizes)
+    first = _MIN_RING_FOR_LARGE_PARCELS
+    return tuple(sorted({first, 2 * first, *(size for size in sizes if size >= first)}))
+
+
+def shortened(pattern: Pattern, tokens: int) -> Pattern:
+    """The pattern with the same rates in shorter segments; the longest has ``tokens`` rows, if its rate allows.
+
+    >>> shortened(Dilated((2048, 16384, 65536), (1, 8, 32)), 750).text
+    'dilated 23x1 187x8 750x32 interleaved shift 0 heads 0 of 0'
+    """
+    if isinstance(pattern, Full):
+        return pattern
+    longest = max(pattern.segment_lengths)
+    pairs = zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)
+    lengths = (min(w, max(w * tokens // longest, _MIN_ROWS_PER_SEGMENT * r)) for w, r in pairs)
+    return Dilated(tuple(lengths), pattern.dilation_rates, pattern.head_offsets, pattern.shift)
+
+
+def short_text(pattern: Pattern) -> str:
+    """The pattern without the parts that a command line cannot change.
+
+    >>> short_text(Dilated((64, 256), (1, 4)))
+    '64x1 256x4'
+    """
+    return pattern.text.removeprefix("dilated ").partition(" interleaved")[0]
