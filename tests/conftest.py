@@ -5,13 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 
 from tests.ranks import reject_forgotten
-
-# How long one example takes says nothing on a busy machine; pytest-timeout ends what hangs.
-settings.register_profile("ringspan", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("ringspan")
 
 # A shell starts background jobs with SIGINT ignored, and the commands that tests interrupt would inherit that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

@@ -1,4 +1,4 @@
-"""How often an operator runs."""
+"""Counts how often operators run."""
 
 from collections import Counter
 from typing import Any
@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class CountingMode(TorchDispatchMode):
-    """Counts calls of operators: ringspan's own by name, and all together."""
+    """Counts calls of operators: those of ringspan by name, and the total."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Inputs, and a loss that depends on everything, for comparisons with the oracle."""
+"""Inputs, and a loss that depends on every output, for comparisons with the oracle."""
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ def loss_weights(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def weighted_loss(out: Tensor, lse: Tensor, weights: tuple[Tensor, Tensor]) -> Tensor:
-    """Weighs every output and every finite lse, each differently."""
+    """A loss in which every output and every finite lse has its own weight."""
     finite = lse.detach() > -torch.inf
     return (out * weights[0]).sum() + (lse * weights[1])[finite].sum()
 

@@ -1,8 +1,16 @@
 """Random patterns, lengths and documents for property tests: small, odd, and with every feature."""
 
+from hypothesis import settings
 from hypothesis import strategies as st
 
 import ringspan as rs
+
+FULL_PROFILE = 100  # examples of a test that sets none, in the full profile
+
+
+def examples(count: int) -> settings:
+    """So many examples in the full profile, and in proportion fewer in the fast one."""
+    return settings(max_examples=max(10, count * settings.default.max_examples // FULL_PROFILE))  # type: ignore[union-attr]
 
 
 @st.composite
@@ -23,18 +31,18 @@ def patterns() -> st.SearchStrategy[rs.Pattern]:
 
 @st.composite
 def lengths(draw: st.DrawFn, longest: int = 40) -> tuple[int, ...]:
-    """One document mostly; sometimes several, empty ones among them."""
+    """Mostly one document; sometimes several, some of them empty."""
     count = draw(st.sampled_from([1, 1, 2, 4]))
     return tuple(draw(st.integers(0, longest // count)) for _ in range(count))
 
 
 def scales() -> st.SearchStrategy[float | None]:
-    """Mostly the default; also those that fused kernels do not take as they are."""
+    """Mostly the default; also values that fused kernels do not accept directly."""
     return st.sampled_from([None, None, 0.7, -0.5, 0.0])
 
 
 @st.composite
 def held_heads(draw: st.DrawFn, pattern: rs.Pattern, kv_heads: int) -> rs.Pattern:
-    """The pattern, sometimes as one of several devices that split the heads sees it."""
+    """The pattern; sometimes as one of several devices sees it that share the heads."""
     first, after = draw(st.sampled_from([(0, 0), (0, 0), (1, 0), (2, 3)]))
     return pattern.for_heads(first, first + kv_heads + after) if first + after else pattern

@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -13,12 +13,12 @@ import ringspan as rs
 from ringspan import engine
 from ringspan.oracle import dense_attention, multiplicity
 from tests.exactness import assert_equals_oracle, inputs
-from tests.strategies import held_heads, lengths, patterns, scales
+from tests.strategies import examples, held_heads, lengths, patterns, scales
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*selects row")
 
 
-@settings(max_examples=250)
+@examples(250)
 @given(st.data())
 def test_equals_the_oracle(data: st.DataObject) -> None:
     sizes = data.draw(lengths())
@@ -37,7 +37,7 @@ def test_equals_the_oracle(data: st.DataObject) -> None:
     )
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.data())
 def test_equals_the_oracle_when_calls_are_tiny(data: st.DataObject) -> None:
     """With next to no workspace every tile is cut along segments, heads and rows: the same results."""

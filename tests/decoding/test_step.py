@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -17,13 +17,13 @@ import ringspan as rs
 from ringspan.decoding.cache import BranchRows
 from ringspan.oracle import dense_attention
 from tests.exactness import inputs
-from tests.strategies import dilated, held_heads, patterns, scales
+from tests.strategies import dilated, examples, held_heads, patterns, scales
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*selects row")
 
 
 def cache_for(pattern: rs.Pattern, k: Tensor, batch: int | None = None) -> rs.Cache:
-    sizes = dict(batch=batch or k.shape[0], kv_heads=k.shape[2], dim=k.shape[3])
+    sizes = dict(batch=batch or k.shape[0], kv_heads=k.shape[2], head_dim=k.shape[3])
     return rs.Cache(pattern, dtype=k.dtype, **sizes)  # type: ignore[arg-type]
 
 
@@ -40,7 +40,7 @@ def in_blocks(tensors: list[Tensor], cache: rs.Cache, sizes: list[int], **option
     return torch.cat(outs, 1), torch.cat(lses, 2)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.data())
 def test_any_blocks_equal_the_oracle(data: st.DataObject) -> None:
     batch, kv_heads, group = (data.draw(st.integers(1, 3)) for _ in range(3))
@@ -58,7 +58,7 @@ def test_any_blocks_equal_the_oracle(data: st.DataObject) -> None:
     assert cache.lengths == (sum(sizes),) * batch
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.data())
 def test_rows_held_are_those_of_the_current_segments(data: st.DataObject) -> None:
     kv_heads = data.draw(st.integers(1, 4))
@@ -104,7 +104,7 @@ def test_full_grows_and_says_so() -> None:
     assert "at most 12 rows a head" in repr(cache_for(rs.Dilated((8, 32), (1, 8)), k))
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.data())
 def test_prompts_of_different_lengths_packed_then_steps_side_by_side(data: st.DataObject) -> None:
     kv_heads, group = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 2))
@@ -142,7 +142,7 @@ def test_nan_in_a_new_row_is_visible(before: int, block: int, name: str) -> None
     pattern = rs.Dilated((4, 16), (1, 2))
     tensors = dict(zip("qkv", torch.randn(3, 1, before + block, 2, 8).unbind(), strict=True))
     tensors[name][:, -1, :, 2] = torch.nan
-    cache = rs.Cache(pattern, batch=1, kv_heads=2, dim=8)
+    cache = rs.Cache(pattern, batch=1, kv_heads=2, head_dim=8)
     if before:
         rs.attention_step(*(x[:, :before] for x in tensors.values()), cache)
     out, lse = rs.attention_step(*(x[:, before:] for x in tensors.values()), cache, return_lse=True)
@@ -250,7 +250,7 @@ def test_a_short_block_with_many_heads_is_not_taken_for_a_transposed_one() -> No
 
 class TestBadInput:
     x = torch.zeros(2, 1, 2, 4)
-    cache = rs.Cache(rs.Dilated((8,), (1,)), batch=2, kv_heads=2, dim=4)
+    cache = rs.Cache(rs.Dilated((8,), (1,)), batch=2, kv_heads=2, head_dim=4)
 
     @pytest.mark.parametrize(
         ("change", "reason"),
@@ -289,11 +289,11 @@ class TestBadInput:
 
     def test_caches(self) -> None:
         with pytest.raises(ValueError, match="kv_heads=0: must be at least 1"):
-            rs.Cache(rs.Full(), kv_heads=0, dim=4)
+            rs.Cache(rs.Full(), kv_heads=0, head_dim=4)
         with pytest.raises(TypeError, match="pattern='full'"):
-            rs.Cache("full", kv_heads=1, dim=4)  # type: ignore[arg-type]
+            rs.Cache("full", kv_heads=1, head_dim=4)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="ring is a SimulatedRing: must be a Ring"):
-            rs.Cache(rs.Full(), kv_heads=1, dim=4, ring=rs.SimulatedRing(2))  # type: ignore[arg-type]
+            rs.Cache(rs.Full(), kv_heads=1, head_dim=4, ring=rs.SimulatedRing(2))  # type: ignore[arg-type]
         for wrong in ([2], [], [-1]):
             with pytest.raises(ValueError, match=r"must lie in 0 \.\. 1"):
                 self.cache.select(wrong)

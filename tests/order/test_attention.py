@@ -2,19 +2,19 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import ringspan as rs
 from ringspan.order import passes
 from tests.exactness import assert_equals_oracle, gradients, inputs
-from tests.strategies import dilated, lengths, patterns
+from tests.strategies import dilated, examples, lengths, patterns
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*selects row")
 GRIDS = [rs.Hilbert, rs.RowMajor, rs.Snake, rs.Morton]
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(st.data())
 def test_folded_orders_equal_the_oracle(data: st.DataObject) -> None:
     sizes = data.draw(lengths(longest=60))
@@ -25,7 +25,7 @@ def test_folded_orders_equal_the_oracle(data: st.DataObject) -> None:
     assert_equals_oracle(q, k, v, **options)
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(st.data())
 def test_folded_orders_equal_the_oracle_on_a_ring(data: st.DataObject) -> None:
     size, layout = data.draw(st.integers(2, 4)), data.draw(st.sampled_from(["contiguous", "zigzag"]))
@@ -44,7 +44,7 @@ def test_folded_orders_equal_the_oracle_on_a_ring(data: st.DataObject) -> None:
     )
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(st.data())
 def test_grid_orders_are_apply_attention_undo(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
@@ -70,7 +70,7 @@ def test_points_and_packed_grids() -> None:
     assert_equals_oracle(q, k, v, pattern=rs.Dilated((7,), (2,)), order=rs.Hilbert((3, 5)), lengths=(15, 15), ring=ring)
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(st.data())
 def test_no_leak_under_causality(data: st.DataObject) -> None:
     """Change a token: no earlier row moves, and exactly those that may see it do."""

@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import ringspan as rs
@@ -11,7 +11,7 @@ from ringspan.geometry import Documents
 from ringspan.layout import Layout
 from ringspan.oracle import multiplicity
 from ringspan.planning import ByNode, Hop, Parcel, RankPlan, plan_rank
-from tests.strategies import lengths, patterns
+from tests.strategies import examples, lengths, patterns
 
 
 @st.composite
@@ -50,7 +50,7 @@ def parcel_contents(plans: list[RankPlan], layout: Layout) -> dict[Parcel, dict[
     return contents
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(rings())
 def test_every_pair_is_computed_once_by_one_rank(ring: tuple) -> None:  # type: ignore[type-arg]
     plans, layout, wanted = ring
@@ -74,7 +74,7 @@ def test_every_pair_is_computed_once_by_one_rank(ring: tuple) -> None:  # type: 
     assert sum(plan.pairs for plan in plans) == sum(wanted.values())
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(rings())
 def test_what_is_awaited_is_sent_and_only_where_it_is_needed(ring: tuple) -> None:  # type: ignore[type-arg]
     plans, layout, _ = ring

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -12,12 +12,12 @@ import ringspan as rs
 from ringspan.oracle import dense_attention
 from ringspan.ring.backend import find_ring
 from tests.exactness import assert_equals_oracle, inputs
-from tests.strategies import held_heads, lengths, patterns, scales
+from tests.strategies import examples, held_heads, lengths, patterns, scales
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*selects row")
 
 
-@settings(max_examples=250)
+@examples(250)
 @given(st.data())
 def test_equals_the_oracle(data: st.DataObject) -> None:
     sizes = data.draw(lengths(longest=60))
@@ -69,7 +69,7 @@ def test_counters_equal_the_plan(layout: str, routing: str, causal: bool) -> Non
         batch=2,
         heads=4,
         kv_heads=2,
-        dim=4,
+        head_dim=4,
         dtype=torch.float64,
     )  # type: ignore[call-overload]
     out = rs.attention(q, k, v, pattern=pattern, causal=causal, ring=sim)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -13,7 +13,7 @@ import ringspan as rs
 from ringspan.oracle import dense_attention
 from ringspan.streaming import ConsumedRows, HeldRows, MadeRows, RowShape
 from tests.exactness import inputs
-from tests.strategies import held_heads, lengths, patterns, scales
+from tests.strategies import examples, held_heads, lengths, patterns, scales
 
 
 def streamed(q: Tensor, k: Tensor, v: Tensor, pattern: rs.Pattern, **options: object) -> tuple[Tensor, Tensor]:
@@ -24,7 +24,7 @@ def streamed(q: Tensor, k: Tensor, v: Tensor, pattern: rs.Pattern, **options: ob
     return out, lse
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.data())
 def test_forward_equals_the_oracle(data: st.DataObject) -> None:
     sizes = data.draw(lengths().filter(sum))
@@ -39,7 +39,7 @@ def test_forward_equals_the_oracle(data: st.DataObject) -> None:
         torch.testing.assert_close(x, y.detach(), rtol=0, atol=1e-12)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.data())
 def test_backward_equals_the_oracle(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     sizes = data.draw(lengths().filter(sum))
