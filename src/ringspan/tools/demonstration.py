@@ -18,8 +18,9 @@ import torch
 
 from ringspan.geometry import Dilated, Pattern
 from ringspan.runtime.device import Cpu
+from ringspan.runtime.files import Journal, read_journal, write_atomic
 from ringspan.streaming import CountedRows, DigestedRows, RowShape, ShardDone, stream_attention
-from ringspan.streaming.job import Job, make_job, read_lines, rewrite_lines
+from ringspan.streaming.job import Job, make_job
 from ringspan.tools.measure import describe_machine
 from ringspan.tools.spot_check import Proof, draw_strata, prove
 
@@ -112,13 +113,10 @@ def demonstrate(
     job = _job(settings, source, folder)
     strata = draw_strata(job.plan, anywhere=settings.anywhere, each=settings.each, seed=settings.seed)
     sink = DigestedRows(place for stratum in strata for place in stratum.places)
-    log = folder / "log.jsonl"
-    rewrite_lines(log, read_lines(log))  # without a line that was cut off
+    log = Journal(folder / "log.jsonl", durable=False)
 
     def shard_done(done: ShardDone) -> None:
-        line = {"time": time.time(), **asdict(done), "peak_bytes": Cpu().peak_bytes()}
-        with log.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        log.append({"time": time.time(), **asdict(done), "peak_bytes": Cpu().peak_bytes()})
         on_shard(done)
 
     streamed = stream_attention(
@@ -134,7 +132,7 @@ def demonstrate(
     )
     on_proof(len({place for stratum in strata for place in stratum.places}))
     proof = prove(source, sink, job.plan, strata, scale=job.scale, on_place=on_place)
-    lines = read_lines(log)
+    lines = read_journal(log.path)
     found = Demonstration(
         settings,
         streamed.shards,
@@ -146,7 +144,7 @@ def demonstrate(
         proof,
         describe_machine(),
     )
-    (folder / "result.json").write_text(json.dumps(found.as_json(), indent=1) + "\n")
+    write_atomic(folder / "result.json", json.dumps(found.as_json(), indent=1) + "\n")
     return found
 
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ringspan.runtime.collectives import run_on_all_ranks
-from ringspan.runtime.files import checksum, sync, write_whole
+from ringspan.runtime.files import checksum, sync, write_atomic
 from ringspan.runtime.settings import RunError
 from ringspan.train.config import TrainSettings
 
@@ -92,7 +92,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     files = {name: {"bytes": size, "sha256": total} for name, (size, total) in manifest.files.items()}
     document = {"format": FORMAT, "step": manifest.step, "ranks": manifest.ranks, "files": files}
     document["sha256"] = _checksum_of(document)
-    write_whole(folder / MANIFEST, json.dumps(document, indent=1) + "\n")
+    write_atomic(folder / MANIFEST, json.dumps(document, indent=1) + "\n")
 
 
 def read_manifest(folder: Path) -> Manifest:

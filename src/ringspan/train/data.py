@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ringspan.runtime.collectives import run_on_all_ranks
-from ringspan.runtime.files import write_whole
+from ringspan.runtime.files import write_atomic
 from ringspan.train.config import TrainSettings
 from ringspan.train.lock import LOCK
 
@@ -125,7 +125,7 @@ class Selection:
 
     def write(self, folder: Path) -> None:
         """Record the selection in a run's folder."""
-        write_whole(folder / RECORD, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        write_atomic(folder / RECORD, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
     @staticmethod
     def from_json(text: str) -> Selection:

@@ -23,7 +23,7 @@ import ringspan as rs
 from ringspan.models import LongNet
 from ringspan.models.config import save_weights
 from ringspan.runtime.collectives import all_gather_floats, run_on_all_ranks
-from ringspan.runtime.files import write_whole
+from ringspan.runtime.files import write_atomic
 from ringspan.runtime.settings import RunError
 from ringspan.train.checkpoint import SETTINGS, STEPS, Checkpoints
 from ringspan.train.config import TrainSettings
@@ -164,7 +164,7 @@ class Trainer:
         def write() -> None:
             if self.crew.is_speaker:
                 save_weights(folder, self.settings.model.to_json(), weights)  # type: ignore[arg-type]
-                write_whole(folder / STEPS, f"{self.next_step}\n")
+                write_atomic(folder / STEPS, f"{self.next_step}\n")
 
         run_on_all_ranks(write, self.crew.device.device)
 
@@ -177,7 +177,7 @@ class Trainer:
         if self.crew.is_speaker:
             folder = Path(self.settings.out)
             folder.mkdir(parents=True, exist_ok=True)
-            write_whole(folder / SETTINGS, self.settings.to_json())
+            write_atomic(folder / SETTINGS, self.settings.to_json())
             self.corpus.selection.write(folder)
 
     def _step(self, number: int) -> Step:

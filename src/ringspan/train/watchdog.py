@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn, get_args
 
 import torch.distributed as dist
 
-from ringspan.runtime.files import write_whole
+from ringspan.runtime.files import write_atomic
 from ringspan.runtime.settings import RunError, check_kinds
 from ringspan.train.lock import RunLock
 
@@ -93,7 +93,7 @@ def write_beat(folder: Path, beat: Beat) -> None:
     """Put a beat where all ranks can see it."""
     place = folder / FOLDER
     place.mkdir(parents=True, exist_ok=True)
-    write_whole(place / f"rank-{beat.rank:05d}.json", json.dumps(dataclasses.asdict(beat)) + "\n", synced=False)
+    write_atomic(place / f"rank-{beat.rank:05d}.json", json.dumps(dataclasses.asdict(beat)) + "\n", durable=False)
 
 
 def read_beats(folder: Path, ranks: int, not_before: float = 0.0) -> list[Beat]:
