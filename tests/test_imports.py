@@ -1,4 +1,4 @@
-"""Imports go one way, and the core needs torch alone."""
+"""Imports go one way, the core needs torch alone, and every public name is in one table."""
 
 import ast
 import subprocess
@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+import ringspan as rs
 
 SOURCE = Path(__file__).parent.parent / "src/ringspan"
 
@@ -36,7 +38,6 @@ ALLOWED: dict[str, set[str]] = {
     "nn": {"geometry", "api", "order", "ring"},
     "oracle": {"geometry", "order"},
     "draw": {"geometry", "layout", "oracle", "order", "planning"},
-    "public": {"geometry", "api", "decoding", "kernels", "nn", "order", "planning", "ring", "streaming"},
     "integrations": {"nn", "ringspan", "runtime"},
     "models": {"geometry", "nn", "ringspan", "runtime"},
     "train": {"geometry", "layout", "models", "planning", "ringspan", "runtime", "schedule"},
@@ -84,4 +85,31 @@ def test_the_core_imports_with_torch_alone() -> None:
     extras = ["matplotlib", "rich", "psutil", "numpy", "typer", "hypothesis", "safetensors"]
     script = "import sys\n" + "".join(f"sys.modules[{name!r}] = None\n" for name in extras)
     script += "import ringspan, torch; ringspan.attention(*torch.ones(3, 1, 4, 1, 8), pattern=ringspan.Full())"
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+
+
+def test_type_checkers_see_the_same_names_as_the_export_table() -> None:
+    (block,) = (
+        node
+        for node in ast.parse((SOURCE / "__init__.py").read_text()).body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    )
+    typed = {}
+    for node in block.body:
+        assert isinstance(node, ast.ImportFrom)
+        for alias in node.names:
+            assert alias.name == alias.asname
+            typed[alias.name] = f"ringspan.{alias.name}" if node.module == "ringspan" else node.module
+    assert typed == rs._MODULE_OF
+    assert sorted(typed) == sorted(rs.__all__)
+    assert sorted([*typed, "__version__"]) == dir(rs)
+
+
+@pytest.mark.parametrize("name", dir(rs))
+def test_every_public_name_resolves(name: str) -> None:
+    assert getattr(rs, name) is not None
+
+
+def test_patterns_are_importable_without_torch() -> None:
+    script = "import sys; sys.modules['torch'] = None; import ringspan as rs; rs.Dilated((8,), (2,)); rs.ByNode(2)"
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)

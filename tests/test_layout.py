@@ -32,7 +32,7 @@ def test_shards_are_nearly_equal(layout: Layout) -> None:
 @given(layouts, st.integers(0, 60), st.integers(0, 60))
 def test_parts_say_who_holds_what(layout: Layout, start: int, stop: int) -> None:
     stop = min(stop, layout.rows)
-    found = [(row, part.rank) for part in layout.parts(start, stop) for row in range(part.start, part.stop)]
+    found = [(row, part.rank) for part in layout.rank_spans(start, stop) for row in range(part.start, part.stop)]
     owner = {
         row: rank
         for rank in range(layout.ring_size)
@@ -40,7 +40,7 @@ def test_parts_say_who_holds_what(layout: Layout, start: int, stop: int) -> None
         for row in range(span.start, span.stop)
     }
     assert found == [(row, owner[row]) for row in range(start, stop)]
-    parts = list(layout.parts(start, stop))
+    parts = list(layout.rank_spans(start, stop))
     assert all(a.rank != b.rank for a, b in pairwise(parts))
 
 
@@ -52,7 +52,7 @@ def test_zigzag_gives_each_rank_an_early_and_a_late_part() -> None:
 def test_a_rank_of_a_huge_ring_costs_nothing() -> None:
     layout = Layout("zigzag", 10**9, 10**6)
     assert layout.rows_of(123_456) == 1000
-    assert len(list(layout.parts(5 * 10**8, 5 * 10**8 + 10_000))) == 20
+    assert len(list(layout.rank_spans(5 * 10**8, 5 * 10**8 + 10_000))) == 20
 
 
 def test_refusals() -> None:

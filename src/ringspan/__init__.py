@@ -1,82 +1,116 @@
-"""ringspan: exact dilated (LongNet) attention over sequences that no single device can hold.
+"""ringspan: exact context parallelism for dilated (LongNet) and full attention.
 
 >>> import torch, ringspan as rs
 >>> q, k, v = torch.randn(3, 1, 4096, 8, 64).unbind()
 >>> out = rs.attention(q, k, v, pattern=rs.Dilated((1024, 4096), (1, 4)), causal=True)
 
-The public names live in `ringspan.public` and arrive together when the first of them is used: `ringspan --help` and the
-pure-integer parts need no torch, and do not wait for it.
+Each public name is imported when it is first used: `ringspan --help` and the planner's integers do not import torch.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from ringspan import kernels, models, nn, streaming
-    from ringspan.public import (
-        Cache,
-        Dilated,
-        Full,
-        Hilbert,
-        Morton,
-        Order,
-        Pattern,
-        Ring,
-        RingError,
-        RowMajor,
-        SimulatedRing,
-        Snake,
-        attention,
-        attention_prefill,
-        attention_step,
-        best_layout,
-        plan,
-        stream_attention,
-        stream_backward,
-    )
-
 __version__ = "0.1.0"
 
-__all__ = [
-    "Cache",
-    "Dilated",
-    "Full",
-    "Hilbert",
-    "Morton",
-    "Order",
-    "Pattern",
-    "Ring",
-    "RingError",
-    "RowMajor",
-    "SimulatedRing",
-    "Snake",
-    "__version__",
-    "attention",
-    "attention_prefill",
-    "attention_step",
-    "best_layout",
-    "kernels",
-    "models",
-    "nn",
-    "plan",
-    "stream_attention",
-    "stream_backward",
-    "streaming",
-]
+# Every public name, and the module that defines it. Submodules map to themselves.
+_MODULE_OF = {
+    "attention": "ringspan.api",
+    "Cache": "ringspan.decoding",
+    "Sampler": "ringspan.decoding",
+    "attention_prefill": "ringspan.decoding",
+    "attention_step": "ringspan.decoding",
+    "Dilated": "ringspan.geometry",
+    "Full": "ringspan.geometry",
+    "Pattern": "ringspan.geometry",
+    "LayoutName": "ringspan.layout",
+    "FoldedOrder": "ringspan.order",
+    "GridOrder": "ringspan.order",
+    "Hilbert": "ringspan.order",
+    "Morton": "ringspan.order",
+    "Order": "ringspan.order",
+    "PointOrder": "ringspan.order",
+    "RowMajor": "ringspan.order",
+    "Snake": "ringspan.order",
+    "ByNode": "ringspan.planning",
+    "RankMemory": "ringspan.planning",
+    "RankPlan": "ringspan.planning",
+    "Reach": "ringspan.planning",
+    "RingPlan": "ringspan.planning",
+    "Routing": "ringspan.planning",
+    "TensorSizes": "ringspan.planning",
+    "best_layout": "ringspan.planning.api",
+    "plan": "ringspan.planning.api",
+    "DeviceRates": "ringspan.planning.breakeven",
+    "LayoutAdvice": "ringspan.planning.breakeven",
+    "RankTime": "ringspan.planning.breakeven",
+    "Counters": "ringspan.ring",
+    "Ring": "ringspan.ring",
+    "RingError": "ringspan.ring",
+    "SimulatedRing": "ringspan.ring",
+    "stream_attention": "ringspan.streaming",
+    "stream_backward": "ringspan.streaming",
+    "draw": "ringspan.draw",
+    "kernels": "ringspan.kernels",
+    "models": "ringspan.models",
+    "nn": "ringspan.nn",
+    "oracle": "ringspan.oracle",
+    "streaming": "ringspan.streaming",
+}
 
-_ROOMS = ("kernels", "models", "nn", "streaming")  # modules, found without asking the others
+if TYPE_CHECKING:  # the same names, for type checkers and editors; tests/test_imports.py compares the two
+    from ringspan import draw as draw
+    from ringspan import kernels as kernels
+    from ringspan import models as models
+    from ringspan import nn as nn
+    from ringspan import oracle as oracle
+    from ringspan import streaming as streaming
+    from ringspan.api import attention as attention
+    from ringspan.decoding import Cache as Cache
+    from ringspan.decoding import Sampler as Sampler
+    from ringspan.decoding import attention_prefill as attention_prefill
+    from ringspan.decoding import attention_step as attention_step
+    from ringspan.geometry import Dilated as Dilated
+    from ringspan.geometry import Full as Full
+    from ringspan.geometry import Pattern as Pattern
+    from ringspan.layout import LayoutName as LayoutName
+    from ringspan.order import FoldedOrder as FoldedOrder
+    from ringspan.order import GridOrder as GridOrder
+    from ringspan.order import Hilbert as Hilbert
+    from ringspan.order import Morton as Morton
+    from ringspan.order import Order as Order
+    from ringspan.order import PointOrder as PointOrder
+    from ringspan.order import RowMajor as RowMajor
+    from ringspan.order import Snake as Snake
+    from ringspan.planning import ByNode as ByNode
+    from ringspan.planning import RankMemory as RankMemory
+    from ringspan.planning import RankPlan as RankPlan
+    from ringspan.planning import Reach as Reach
+    from ringspan.planning import RingPlan as RingPlan
+    from ringspan.planning import Routing as Routing
+    from ringspan.planning import TensorSizes as TensorSizes
+    from ringspan.planning.api import best_layout as best_layout
+    from ringspan.planning.api import plan as plan
+    from ringspan.planning.breakeven import DeviceRates as DeviceRates
+    from ringspan.planning.breakeven import LayoutAdvice as LayoutAdvice
+    from ringspan.planning.breakeven import RankTime as RankTime
+    from ringspan.ring import Counters as Counters
+    from ringspan.ring import Ring as Ring
+    from ringspan.ring import RingError as RingError
+    from ringspan.ring import SimulatedRing as SimulatedRing
+    from ringspan.streaming import stream_attention as stream_attention
+    from ringspan.streaming import stream_backward as stream_backward
+else:
+    __all__ = list(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'ringspan' has no attribute {name!r}")
-    if name in _ROOMS:
-        return import_module(f"ringspan.{name}")
-    from ringspan import public  # noqa: PLC0415
-
-    globals().update({each: getattr(public, each) for each in public.__all__})
-    return globals()[name]
+    module = import_module(_MODULE_OF[name])
+    value = module if module.__name__ == f"ringspan.{name}" else getattr(module, name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*_MODULE_OF, "__version__"])

@@ -25,7 +25,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RankSpan:
     """Rows ``start .. stop - 1`` of the sequence, all on one rank."""
 
     rank: int
@@ -85,18 +85,18 @@ class Layout:
         """How many rows the rank holds."""
         return sum(span.stop - span.start for span in self.spans(rank))
 
-    def parts(self, start: int, stop: int) -> Iterator[Part]:
+    def rank_spans(self, start: int, stop: int) -> Iterator[RankSpan]:
         """The rows ``start .. stop - 1`` by who holds them, in order; costs no more than there are parts."""
-        held: Part | None = None
+        held: RankSpan | None = None
         while start < stop:
             i = ((start + 1) * self._cuts - 1) // self.rows
             end = min(stop, self._border(i + 1))
             if held is not None and held.rank == self._owner(i):
-                held = Part(held.rank, held.start, end)
+                held = RankSpan(held.rank, held.start, end)
             else:
                 if held is not None:
                     yield held
-                held = Part(self._owner(i), start, end)
+                held = RankSpan(self._owner(i), start, end)
             start = end
         if held is not None:
             yield held

@@ -14,7 +14,7 @@ from torch import Tensor
 from ringspan.geometry import Comb
 
 Operands = dict[str, Tensor]
-Stretch = tuple[int, int]  # (first, how many)
+IndexRange = tuple[int, int]  # (first, how many)
 
 # A call should offer this many independent tiles where there are that many: the CPU's backward
 # kernel runs each of them on one thread.
@@ -59,8 +59,8 @@ def fold(operands: Operands, zero_strides: bool) -> Iterator[Operands]:
 class Block:
     """A rectangle of a tile: query rows against key rows; causal only on the diagonal."""
 
-    queries: Stretch
-    keys: Stretch
+    queries: IndexRange
+    keys: IndexRange
     causal: bool
 
     @property
@@ -77,8 +77,8 @@ class Block:
 
 def blocks(query_rows: int, key_rows: int, causal: bool, edge: int) -> Iterator[Block]:
     """Cut a tile into blocks of at most ``edge`` rows each way; a causal tile has none above its diagonal."""
-    for queries in _stretches(query_rows, edge):
-        for keys in _stretches(key_rows, edge):
+    for queries in _ranges(query_rows, edge):
+        for keys in _ranges(key_rows, edge):
             if not causal or keys[0] <= queries[0]:
                 yield Block(queries, keys, causal and keys == queries)
 
@@ -110,20 +110,20 @@ class CallSize:
     def cut(self, operands: Operands) -> Iterator[Operands]:
         """Cut operands (x, y, rows, ..) along x, and along y if need be."""
         x_size, y_size = next(iter(operands.values())).shape[:2]
-        for xs in _stretches(x_size, max(1, self.tiles // y_size)):
-            for ys in _stretches(y_size, self.tiles):
+        for xs in _ranges(x_size, max(1, self.tiles // y_size)):
+            for ys in _ranges(y_size, self.tiles):
                 yield {name: _narrowed(_narrowed(x, 0, xs), 1, ys) for name, x in operands.items()}
 
 
-def _narrowed(x: Tensor, dim: int, stretch: Stretch) -> Tensor:
-    """A stretch of a dimension; all of it as it is, since the tiles of far hops are small, and views cost time."""
-    return x if stretch == (0, x.shape[dim]) else x.narrow(dim, *stretch)
+def _narrowed(x: Tensor, dim: int, index_range: IndexRange) -> Tensor:
+    """A index_range of a dimension; all of it as it is, since the tiles of far hops are small, and views cost time."""
+    return x if index_range == (0, x.shape[dim]) else x.narrow(dim, *index_range)
 
 
-def _stretches(total: int, at_most: int) -> list[Stretch]:
+def _ranges(total: int, at_most: int) -> list[IndexRange]:
     """0 .. total in as few stretches of nearly equal length as the limit allows.
 
-    >>> _stretches(10, 4)
+    >>> _ranges(10, 4)
     [(0, 3), (3, 3), (6, 4)]
     """
     parts = -(-total // at_most)

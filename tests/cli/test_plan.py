@@ -21,7 +21,7 @@ from ringspan.cli.app import app
 from ringspan.geometry import Documents
 from ringspan.layout import Layout
 from ringspan.planning import plan_rank
-from ringspan.planning.breakeven import Rates, break_even, speedup
+from ringspan.planning.breakeven import DeviceRates, break_even, speedup
 
 PATTERN = rs.Dilated((2048, 8192, 32768), (1, 4, 16))
 SHORT = ["--pattern", "2048x1,8192x4,32768x16"]
@@ -122,7 +122,7 @@ def test_a_rank_of_ten_thousand_is_planned_in_milliseconds(layout: str) -> None:
 
 def test_the_answer_is_the_models() -> None:
     found = run_json("--tokens", "64k", *SHORT, "--flops", "1e14", "--bandwidth", "25e9")
-    rates = Rates(1e14, 25e9, 20e-6)
+    rates = DeviceRates(1e14, 25e9, 20e-6)
     assert found["rates"]["sources"] == {"flops": "given", "bandwidth": "given", "latency": "assumed"}
     for layout, answer in found["break_even"].items():
         plan = rs.plan(PATTERN, 65536, ring_size=4, layout=layout, causal=True)

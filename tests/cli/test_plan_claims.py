@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 
 import ringspan as rs
 from ringspan.cli.app import app
-from ringspan.planning.breakeven import Rates, slowest_rank_time, speedup
+from ringspan.planning.breakeven import DeviceRates, slowest_rank_time, speedup
 
 CLUSTER = ["--flops", "1e14", "--bandwidth", "25e9"]
-RATES = Rates(flops=1e14, bandwidth=25e9, latency=20e-6)
+RATES = DeviceRates(flops=1e14, bandwidth=25e9, latency=20e-6)
 BORDERED = ["--tokens", "1M", "--ranks", "8", "--pattern", "2048x1,8192x4,32768x16", "--no-measure"]
 
 

@@ -61,7 +61,7 @@ def test_a_large_schedule_is_drawn_without_words() -> None:
 )
 def test_every_pair_is_drawn_for_the_rank_that_computes_it(pattern: rs.Pattern, layout: str, causal: bool) -> None:
     plan = rs.plan(pattern, 50, ring_size=3, layout=layout, causal=causal, heads=4, kv_heads=2)  # type: ignore[arg-type]
-    owner = {row: part.rank for part in plan.layout.parts(0, 50) for row in range(part.start, part.stop)}
+    owner = {row: part.rank for part in plan.layout.rank_spans(0, 50) for row in range(part.start, part.stop)}
     count = multiplicity(pattern, 50, 2, causal=causal).numpy()
     for head in range(2):
         hops = pairs_by_hop(plan, head)

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringspan.geometry import Branch, Comb, Documents, Lane, group_heads, pieces
+from ringspan.geometry import Branch, Comb, Documents, Lane, group_heads, segment_runs
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), min_size=1, max_size=12), st.integers(1, 3))
@@ -24,7 +24,7 @@ def test_grouping_keeps_every_row_of_every_head(heads: list[tuple[int, int]], se
 def test_pieces_cover_a_stretch_and_lanes_select_its_rows(
     start: int, rows: int, width: int, shift: int, rate: int
 ) -> None:
-    found = list(pieces(start, start + rows, Branch(width, rate, shift % width)))
+    found = list(segment_runs(start, start + rows, Branch(width, rate, shift % width)))
     assert len(found) <= 3
     covered = []
     for piece in found:

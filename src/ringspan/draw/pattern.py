@@ -7,7 +7,7 @@ import textwrap
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from ringspan.geometry import Branch, Full, Pattern, Piece, pieces
+from ringspan.geometry import Branch, Full, Pattern, SegmentRun, segment_runs
 from ringspan.oracle import multiplicity
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def pairs_by_cell(pattern: Pattern, n: int, kv_heads: int = 1, *, causal: bool =
     for branch in pattern.branches(n):
         offsets = pattern.offsets(branch.rate, kv_heads)
         for i, (start, stop) in enumerate(cells):
-            for piece in pieces(start, stop, branch):
+            for piece in segment_runs(start, stop, branch):
                 rows = _selected(piece, branch, offsets)
                 counts[i, i] += piece.segments * sum(m * (m + 1) // 2 if causal else m * m for m in rows)
         tails = [_shared(cell, branch, offsets) for cell in cells]
@@ -200,12 +200,12 @@ def _segment(row: int, branch: Branch) -> int:
     return (row + branch.shift) // branch.segment_length
 
 
-def _selected(piece: Piece, branch: Branch, offsets: tuple[int, ...]) -> list[int]:
+def _selected(piece: SegmentRun, branch: Branch, offsets: tuple[int, ...]) -> list[int]:
     """How many rows of a stretch each KV head selects."""
     return [lane.rows for lane in piece.lanes(branch.rate, offsets)]
 
 
 def _shared(cell: tuple[int, int], branch: Branch, offsets: tuple[int, ...]) -> tuple[list[int], list[int]]:
     """Selected rows of a cell, for each KV head: in the segment of its first row, and in that of its last row."""
-    found = list(pieces(*cell, branch))
+    found = list(segment_runs(*cell, branch))
     return _selected(found[0], branch, offsets), _selected(found[-1], branch, offsets)

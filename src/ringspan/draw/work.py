@@ -182,7 +182,7 @@ def _packed(plan: RingPlan, rank: int, head: int, held: list[int]) -> Iterator[t
 
 def _mark_ranks(axis: Axes, layout: Layout) -> None:
     """Rows and columns by the rank that holds them, with thin lines between."""
-    parts = list(layout.parts(0, layout.rows))
+    parts = list(layout.rank_spans(0, layout.rows))
     middles, names = [(part.start + part.stop) / 2 for part in parts], [str(part.rank) for part in parts]
     axis.set_xticks(middles, names, fontsize=8)
     axis.set_yticks(middles, names, fontsize=8)

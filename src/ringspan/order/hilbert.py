@@ -19,22 +19,22 @@ FIRST, SECOND, WHOLE = range(3)
 _MOST_SIDES = 12  # a box with so many is cut into 2 ** 11 parts at a time
 
 
-class Stretch(NamedTuple):
+class SideRange(NamedTuple):
     """What a part has of a side: its first half, its second or all of it; and from which end it is entered."""
 
     half: int
     from_far_end: bool
 
 
-class Part(NamedTuple):
-    """A part of a box: a stretch of each side that is cut, and which of these sides is the part's own course."""
+class BoxPart(NamedTuple):
+    """A part of a box: a side_range of each side that is cut, and which of these sides is the part's own course."""
 
     course: int
-    stretches: tuple[Stretch, ...]
+    ranges: tuple[SideRange, ...]
 
 
 @lru_cache
-def parts_of_box(sides: int) -> tuple[Part, ...]:
+def parts_of_box(sides: int) -> tuple[BoxPart, ...]:
     """The parts of a box of which ``sides`` sides are cut, in the order of the walk; the last side is the box's course.
 
     The corners are visited as by a Gray code: from each to the next, one side changes. Those between the first and
@@ -44,17 +44,17 @@ def parts_of_box(sides: int) -> tuple[Part, ...]:
     [0, 1, 0]
     """
     if sides == 1:
-        return Part(0, (Stretch(FIRST, False),)), Part(0, (Stretch(SECOND, False),))
-    parts = [Part(0, (Stretch(FIRST, False),) * sides)]
+        return BoxPart(0, (SideRange(FIRST, False),)), BoxPart(0, (SideRange(SECOND, False),))
+    parts = [BoxPart(0, (SideRange(FIRST, False),) * sides)]
     for i in range(1, 2**sides - 1, 2):
         corner, course = i ^ i >> 1, (~i & i + 1).bit_length() - 1
         seconds = [bool(corner >> side & 1) for side in range(sides)]
-        stretches = [Stretch(SECOND if second else FIRST, second) for second in seconds]
-        stretches[0] = Stretch(stretches[0].half, not seconds[0])  # entered from the part before, across side 0
-        stretches[course] = Stretch(WHOLE, seconds[course])
-        parts.append(Part(course, tuple(stretches)))
-    between = (Stretch(FIRST, False),) * (sides - 2)
-    parts.append(Part(0, (Stretch(FIRST, True), *between, Stretch(SECOND, True))))
+        ranges = [SideRange(SECOND if second else FIRST, second) for second in seconds]
+        ranges[0] = SideRange(ranges[0].half, not seconds[0])  # entered from the part before, across side 0
+        ranges[course] = SideRange(WHOLE, seconds[course])
+        parts.append(BoxPart(course, tuple(ranges)))
+    between = (SideRange(FIRST, False),) * (sides - 2)
+    parts.append(BoxPart(0, (SideRange(FIRST, True), *between, SideRange(SECOND, True))))
     return tuple(parts)
 
 
@@ -199,12 +199,12 @@ def _cut_alike(boxes: Boxes, sides: list[int]) -> Iterator[Cut]:
     for part in parts_of_box(len(sides)):
         sizes, signs = list(boxes.sizes), [1] * len(boxes.sizes)
         entries: list[Tensor | None] = [None] * len(boxes.sizes)
-        for slot, stretch in zip(sides, part.stretches, strict=True):
+        for slot, side_range in zip(sides, part.ranges, strict=True):
             whole, half = boxes.sizes[slot], halves[slot]
-            sizes[slot] = (half, whole - half, whole)[stretch.half]
-            if stretch.from_far_end:
-                entries[slot], signs[slot] = (half if stretch.half == FIRST else whole) - 1, -1
-            elif stretch.half == SECOND:
+            sizes[slot] = (half, whole - half, whole)[side_range.half]
+            if side_range.from_far_end:
+                entries[slot], signs[slot] = (half if side_range.half == FIRST else whole) - 1, -1
+            elif side_range.half == SECOND:
                 entries[slot] = half
         volume = sizes[0]
         for size in sizes[1:]:

@@ -97,7 +97,7 @@ def check_fits(order: Order, documents: Documents, layout: Layout, *, moves: boo
         if start == stop:
             continue
         order.check_length(stop - start)
-        for part in list(layout.parts(start, stop))[1:]:
+        for part in list(layout.rank_spans(start, stop))[1:]:
             if moves and (part.start - start) % order.period:
                 raise ValueError(
                     f"{order} moves rows across row {part.start}, where rank {part.rank} of {layout.ring_size} begins "

@@ -59,7 +59,7 @@ def _starter() -> Any:
     if "forkserver" not in mp.get_all_start_methods():
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "torch.distributed.device_mesh", "ringspan.public"])
+    context.set_forkserver_preload([__name__, "torch.distributed.device_mesh", "ringspan.api", "ringspan.streaming"])
     return context
 
 

@@ -10,7 +10,7 @@ import statistics
 import time
 from dataclasses import dataclass
 
-from ringspan.planning.breakeven import ASSUMED_RATES, FORWARD_FLOPS, Rates
+from ringspan.planning.breakeven import ASSUMED_RATES, FORWARD_FLOPS, DeviceRates
 
 _LARGE_BYTES, _LARGE_ROUNDS = 16 * 2**20, 10
 _SMALL_BYTES, _SMALL_ROUNDS = 8, 300
@@ -30,7 +30,7 @@ class Wire:
 class KnownRates:
     """Rates, and where each of them comes from: given, measured here, or assumed."""
 
-    rates: Rates
+    rates: DeviceRates
     sources: dict[str, str]
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ def find_rates(
     A latency belongs to its bandwidth: if that is given, the latency is not measured but assumed.
     """
     given = (1.0 if rate is None else rate for rate in (flops, bandwidth, latency))
-    Rates(*given)  # so that what is wrong is said before anything is measured
+    DeviceRates(*given)  # so that what is wrong is said before anything is measured
     sources = {"flops": "given", "bandwidth": "given", "latency": "given"}
     if flops is None and measure:
         flops, sources["flops"] = measure_flops(dtype, dim), "measured here, one CPU thread"
@@ -63,7 +63,7 @@ def find_rates(
     for name, rate in found.items():
         if rate is None:
             found[name], sources[name] = getattr(ASSUMED_RATES, name), "assumed"
-    return KnownRates(Rates(**found), sources)  # type: ignore[arg-type]
+    return KnownRates(DeviceRates(**found), sources)  # type: ignore[arg-type]
 
 
 def measure_flops(dtype: str, dim: int, seconds: float = 0.3) -> float:

@@ -12,7 +12,7 @@ import torch
 from ringspan.geometry import Documents, Pattern
 from ringspan.layout import Layout
 from ringspan.models import LongNet, LongNetConfig
-from ringspan.planning import Reach, RingPlan, Sizes, find_reach
+from ringspan.planning import Reach, RingPlan, TensorSizes, find_reach
 from ringspan.runtime.device import this_ranks_device
 from ringspan.runtime.settings import described
 from ringspan.train.config import TrainSettings
@@ -56,7 +56,7 @@ def needs_of(settings: TrainSettings, world: int) -> Needs:
     rank = max(range(ring_size), key=layout.rows_of)
     rows = layout.rows_of(rank) * settings.batch
     kv_width = model.head_dim * model.kv_heads
-    sizes = Sizes(settings.batch, model.heads, model.kv_heads, model.head_dim, short, wide)
+    sizes = TensorSizes(settings.batch, model.heads, model.kv_heads, model.head_dim, short, wide)
     documents, patterns = Documents((settings.tokens,)), {model.pattern_of(layer) for layer in range(model.layers)}
     plans = [RingPlan(pattern, documents, layout, True, "relay", sizes) for pattern in patterns]
     attention = max((plan.memory(rank, backward=True) for plan in plans), key=lambda memory: memory.total)
@@ -108,7 +108,7 @@ def step_flops(settings: TrainSettings, world: int) -> float:
     """FLOPs of one step on the rank with the most work: matrix products and attention, forward and backward."""
     model, ring_size = settings.model, settings.ring_size(world)
     layout = Layout(settings.layout, settings.tokens, ring_size)
-    sizes = Sizes(settings.batch, model.heads, model.kv_heads, model.head_dim, 4, 4)
+    sizes = TensorSizes(settings.batch, model.heads, model.kv_heads, model.head_dim, 4, 4)
     pairs: dict[Pattern, int] = {}
     for pattern in {model.pattern_of(layer) for layer in range(model.layers)}:
         plan = RingPlan(pattern, Documents((settings.tokens,)), layout, True, "relay", sizes)
