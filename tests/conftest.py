@@ -1,5 +1,6 @@
 """Every test runs with uninitialised memory filled with NaN, so that reading an unwritten buffer cannot pass."""
 
+import os
 import signal
 from collections.abc import Iterator
 
@@ -7,6 +8,11 @@ import pytest
 import torch
 
 from tests.ranks import reject_forgotten
+
+# The workers of pytest-xdist keep the cores busy; more threads would only wait for each other.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
+    torch.set_num_threads(1)
 
 # A shell starts background jobs with SIGINT ignored, and the commands that tests interrupt would inherit that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

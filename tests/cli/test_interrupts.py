@@ -78,7 +78,7 @@ def steps_of(run: Path) -> int:
     return len(path.read_text().splitlines()) if path.is_file() else 0
 
 
-@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_training_saves_first_and_continues_as_if_nothing_had_happened(ranks: int, tmp_path: Path) -> None:
     run, whole = tmp_path / "run", tmp_path / "whole"
     started = Started(*SMALL, "--out", str(run), ranks=ranks)
@@ -129,11 +129,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("command", "cpu_seconds"),
     [
         ("generate RUN --tokens 1M", 0.3),  # while torch is imported, where a KeyboardInterrupt can get lost
-        ("generate RUN --tokens 1M", 5.0),
+        pytest.param("generate RUN --tokens 1M", 5.0, marks=pytest.mark.slow),
         ("evaluate RUN --windows 50", 2.5),
-        ("rehearse --tokens 16M --ranks 16", 5.0),
-        ("stream --tokens 64M --out OUT", 5.0),
-        ("verify --ranks 2 --out OUT", 8.0),
+        pytest.param("rehearse --tokens 16M --ranks 16", 5.0, marks=pytest.mark.slow),
+        pytest.param("stream --tokens 64M --out OUT", 5.0, marks=pytest.mark.slow),
+        pytest.param("verify --ranks 2 --out OUT", 8.0, marks=pytest.mark.slow),
         ("doctor", 0.5),
     ],
 )
@@ -147,7 +147,8 @@ def test_commands_end_with_a_sentence(command: str, cpu_seconds: float, trained:
     assert "Interrupted" in errors
 
 
-def test_under_torchrun_rank_0_speaks_for_all(trained: Path) -> None:
+@pytest.mark.slow
+def test_under_torchrun_only_rank_0_reports_the_interrupt(trained: Path) -> None:
     started = Started("generate", str(trained), "--tokens", "1M", ranks=2)
     started.wait_until(lambda: started.cpu_seconds() >= 15)
     started.interrupt()

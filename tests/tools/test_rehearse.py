@@ -8,7 +8,7 @@ import torch
 
 import ringspan as rs
 from ringspan.planning import ByNode, RingPlan
-from ringspan.runtime.device import peak_growth
+from ringspan.runtime.device import Cpu
 from ringspan.runtime.launch import run_local_ranks
 from ringspan.tools.rehearse import (
     Clock,
@@ -28,6 +28,7 @@ pytestmark = starts_processes
 N, HEADS, DIM = 2**17, 4, 128
 PATTERN = rs.Dilated((256, N), (1, 32))
 FAST = Network(bandwidth=25e9)
+RING_SIZES = [pytest.param(2, marks=pytest.mark.slow), 4, pytest.param(8, marks=pytest.mark.slow)]
 
 
 def ring(size: int) -> RingPlan:
@@ -54,7 +55,7 @@ def real_rank() -> tuple[list[tuple[int, int, int]], int]:
         count()
 
     rs.attention(*torch.ones(3, 1, 4, 1, DIM), pattern=rs.Full())  # what is set up once is not counted
-    return counted, peak_growth(step)[1]
+    return counted, Cpu().peak_growth(step)[1]
 
 
 @lru_cache
@@ -69,7 +70,7 @@ def rehearsed_ring(size: int, turn: int = 0) -> RehearsedRing:
     return rehearse_ring(plan, chosen, FAST, torch.float32, backward=True, threads=1, timeout_seconds=600)
 
 
-@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("size", RING_SIZES)
 def test_bytes_are_exactly_those_of_a_real_ring(size: int) -> None:
     for rank in rehearsed_ring(size).ranks.values():
         assert rank.backward is not None
@@ -79,7 +80,7 @@ def test_bytes_are_exactly_those_of_a_real_ring(size: int) -> None:
         assert rank.forward.bytes_sent > 0 or rank.forward.bytes_received > 0
 
 
-@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("size", RING_SIZES)
 def test_memory_is_within_a_tenth_of_a_real_ring(size: int) -> None:
     """The C library keeps, now and then, a buffer that was freed: where once is not enough, medians of three count."""
     for turns in (range(1), range(3)):

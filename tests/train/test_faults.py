@@ -61,6 +61,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float]
     return ended(run)
 
 
+@pytest.mark.slow
 def test_ranks_killed_in_a_hop_while_loading_and_while_writing_change_nothing(
     uninterrupted: tuple[list[float], bytes], tmp_path: Path
 ) -> None:
@@ -71,6 +72,7 @@ def test_ranks_killed_in_a_hop_while_loading_and_while_writing_change_nothing(
     assert ended(tmp_path) == uninterrupted
 
 
+@pytest.mark.slow
 def test_workers_of_a_killed_launcher_stop_by_themselves_and_the_same_command_goes_on(
     uninterrupted: tuple[list[float], bytes], tmp_path: Path
 ) -> None:

@@ -101,7 +101,7 @@ def failing(checks: dict[str, Check]) -> dict[str, str]:
     return {n: f"{c.reason} ({c.figure})" for n, c in checks.items() if c.verdict == "FAILS" and n not in TIMED}
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("layout", [pytest.param("contiguous", marks=pytest.mark.slow), "zigzag"])
 def test_ringspan_is_real(layout: Any) -> None:
     subject = Subject(pattern=PATTERN, layout=layout)
     settings = settings_of(subject, [1, 2], 2048, "float64")
