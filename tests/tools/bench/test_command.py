@@ -57,7 +57,7 @@ def test_interrupted_it_leaves_nothing_running(tmp_path: Path) -> None:
         [*BENCH, *slow], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
-        ranks = _wait_for_ranks(process.pid, 2)
+        ranks = _wait_for_ranks(process, 2)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of them
         _, complaints = process.communicate()
     finally:
@@ -70,16 +70,15 @@ def test_interrupted_it_leaves_nothing_running(tmp_path: Path) -> None:
     assert len(gone) >= 2
 
 
-def _wait_for_ranks(pid: int, count: int) -> list[psutil.Process]:
-    """All that a command has started, once so many ranks (children of its fork server) are at work."""
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline:
-        children = psutil.Process(pid).children()
+def _wait_for_ranks(process: subprocess.Popen[str], count: int) -> list[psutil.Process]:
+    """All processes of a command, once ``count`` ranks (children of its fork server) have started to compute."""
+    while process.poll() is None:
+        children = psutil.Process(process.pid).children()
         ranks = [rank for child in children for rank in child.children()]
         if sum(rank.cpu_times().user > 0.5 for rank in ranks) >= count:
             return children + ranks
         time.sleep(0.05)
-    raise AssertionError("no ranks were started")
+    raise AssertionError(f"it ended first: {process.communicate()}")
 
 
 def run_here(*options: str) -> Any:
