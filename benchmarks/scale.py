@@ -33,8 +33,6 @@ from benchmarks.walls import communication, nodes, walls
 from ringspan.runtime.files import write_atomic
 from ringspan.tools.demonstration import steady_seconds_per_token, whole_sequence_pattern
 from ringspan.tools.measure import describe_machine, one_line
-from ringspan.tools.plan_report import pattern_text
-
 ROOT = Path(__file__).parent.parent
 RESULTS = Path("benchmarks/results/scale.json")
 ROWS_PER_RANK = 2**16
@@ -55,7 +53,7 @@ def warm(_: str) -> dict[str, Any]:
 def rings(name: str) -> dict[str, Any]:
     """A ring, with as many rows on a rank as every other: what a rank does should not depend on its size."""
     tokens = int(name) * ROWS_PER_RANK
-    pattern = pattern_text(whole_sequence_pattern(tokens))
+    pattern = whole_sequence_pattern(tokens).text
     sizes = ("--tokens", str(tokens), "--ranks", name, "--heads", "2", "--dim", "32")
     return _ask("rehearse", *sizes, "--pattern", pattern, "--layout", "contiguous", "--backward")
 

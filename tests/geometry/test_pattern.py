@@ -61,6 +61,20 @@ def test_text_reads_back(pattern: rs.Pattern) -> None:
     assert parse_pattern(pattern.for_heads(1, 3).text) == pattern.for_heads(1, 3)
 
 
+def test_patterns_as_users_type_them() -> None:
+    assert parse_pattern(" Full ") == rs.Full()
+    for text in ("2048x1,16384x8", "2048x1 16384x8", "2048 x 1, 16384 x 8", "2048X1,16384X8 interleaved"):
+        assert parse_pattern(text) == rs.Dilated((2048, 16384), (1, 8))
+    assert parse_pattern("8x1 shift 3") == rs.Dilated((8,), (1,), shift=3)
+    assert parse_pattern("twox1", read_count={"two": 2, "1": 1}.__getitem__) == rs.Dilated((2,), (1,))
+
+
+@pytest.mark.parametrize("text", ["", "2048", "2048x", "x2", "8x1,,", "8x1 shifted 3", "8x1x1", "fullish"])
+def test_texts_of_no_pattern_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"must be full, or SEGMENTxRATE"):
+        parse_pattern(text)
+
+
 def test_patterns_are_values() -> None:
     assert rs.Dilated([4, 8], [1, 2]) == rs.Dilated((4, 8), (1, 2))
     assert len({rs.Dilated([4, 8], [1, 2]), rs.Dilated((4, 8), (1, 2)), rs.Full(), rs.Full()}) == 2

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias, TypeVar, get
 
 import typer
 
-from ringspan.geometry import Dilated, Full, Pattern, unselected_warning
+from ringspan.geometry import Dilated, Pattern, parse_pattern, unselected_warning
 from ringspan.layout import check_layout_name
 from ringspan.train.config import TrainSettings, choices_of
 
@@ -34,14 +34,8 @@ def read_pattern(text: str) -> Pattern:
     >>> read_pattern("2048x1,8k x4").segment_lengths
     (2048, 8192)
     """
-    if text.strip().lower() == "full":
-        return Full()
-    words = text.replace(" x", "x").replace(",", " ").split()
-    pairs = [word.partition("x") for word in words]
-    if not pairs or any(not rate for _, _, rate in pairs):
-        raise typer.BadParameter(f"{text!r}: say full, or SEGMENTxRATE pairs such as 2048x1,8192x4")
     try:
-        return Dilated(tuple(read_count(w) for w, _, _ in pairs), tuple(read_count(r) for _, _, r in pairs))
+        return parse_pattern(text, read_count)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
 

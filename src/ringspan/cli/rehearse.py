@@ -200,10 +200,8 @@ def _sentences(plan: RingPlan, network: Network, ring: RehearsedRing) -> list[st
 
 def _document(plan: RingPlan, network: Network, dtype: str, ring: RehearsedRing) -> dict[str, Any]:
     """Everything as one JSON document, each figure under what it is: measured, counted, computed or extrapolated."""
-    from ringspan.tools.plan_report import pattern_text  # noqa: PLC0415
-
     return {
-        "pattern": pattern_text(plan.pattern),
+        "pattern": plan.pattern.text,
         "tokens": plan.layout.rows,
         "ranks": plan.layout.ring_size,
         "layout": plan.layout.name,

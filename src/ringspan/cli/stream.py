@@ -138,11 +138,9 @@ def _run(settings: Settings, out: Path, console: Console) -> Demonstration:
 
 def _say(console: Console, found: Demonstration, out: Path) -> None:
     from ringspan.tools.pages import rich_table  # noqa: PLC0415
-    from ringspan.tools.plan_report import pattern_text  # noqa: PLC0415
-
     settings, proof = found.settings, found.proof
     lines = [
-        f"{settings.tokens:,} tokens, {pattern_text(settings.pattern)}, "
+        f"{settings.tokens:,} tokens, {settings.pattern.text}, "
         f"{'causal' if settings.causal else 'not causal'}, {settings.heads} heads of {settings.dim}, {settings.dtype}: "
         f"{found.seconds:,.1f} s in {found.shards} shards, {found.seconds / settings.tokens * 1e6:.3f} µs a token "
         f"({found.steady_seconds_per_token * 1e6:.3f} in the median shard)",

@@ -153,7 +153,6 @@ def _check_restarts(resume: str) -> None:
 def _say_needs(settings: TrainSettings, ranks: int, as_json: bool) -> None:
     from rich.table import Table  # noqa: PLC0415
 
-    from ringspan.tools.plan_report import pattern_text  # noqa: PLC0415
     from ringspan.train.estimate import (  # noqa: PLC0415
         forecast,
         needs_of,
@@ -164,7 +163,7 @@ def _say_needs(settings: TrainSettings, ranks: int, as_json: bool) -> None:
         return
     world = ranks or int(os.environ.get("WORLD_SIZE", "1"))
     model, needs = settings.model, needs_of(settings, world)
-    pattern = pattern_text(model.pattern_of(0))
+    pattern = model.pattern_of(0).text
     with make_console(stderr=True).status("timing small steps on this machine ..."):
         expected = forecast(settings, world)
     figures = {**dataclasses.asdict(needs), "total": needs.total}

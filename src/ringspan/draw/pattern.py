@@ -1,4 +1,4 @@
-"""What stands above every picture: the pattern in words, and lines that fit the picture's width."""
+"""Which query sees which key: pair by pair for short sequences, as a density for long ones. Also picture titles."""
 
 from __future__ import annotations
 
@@ -15,49 +15,44 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from numpy.typing import NDArray
 
-
 _LETTERS_PER_INCH = 10.5  # of a title
+# One hue, darker where a key counts more often: readable for colour-blind people and in print.
+_COLOURS = ("#F5F5F5", "#A6CEE3", "#3787C0", "#084594", "#000000")
+_PANEL, _LEGEND, _NARROWEST = 3.1, 1.7, 6.5  # inches
+_MOST_VECTOR_CELLS = 48  # a side; a larger grid is an image inside the vector picture, which stays fast to display
+DENSITY_CELLS = 128  # a side
+_DENSITY_WIDTH, _DENSITY_HEIGHT = 7.4, 6.4  # inches
 
 
 def pattern_title(pattern: Pattern, n: int, causal: bool) -> str:
-    """The pattern, causality and length.
+    """Pattern, causality and sequence length.
 
-    >>> pattern_title(Full(), 16, causal=True)
-    'Full(), causal, n = 16'
+    >>> from ringspan.geometry import Dilated
+    >>> pattern_title(Dilated((8, 16), (1, 2), shift=4), 32, causal=True)
+    'Segment x rate: 8x1, 16x2 shift 4, causal, n = 32'
     """
-    if isinstance(pattern, Full):
-        name = "Full()"
-    else:
-        name = f"segments x rates: {pattern_pairs(pattern)}" + (f", shift {pattern.shift}" if pattern.shift else "")
+    name = "Full attention" if isinstance(pattern, Full) else f"Segment x rate: {wrappable(pattern)}"
     return f"{name}{', causal' if causal else ''}, n = {n:,}"
 
 
-def pattern_pairs(pattern: Pattern) -> str:
-    """Segments and rates, pair by pair."""
-    if isinstance(pattern, Full):
-        return "full"
-    return ", ".join(f"{w} x {r}" for w, r in zip(pattern.segment_lengths, pattern.dilation_rates, strict=True))
+def wrappable(pattern: Pattern) -> str:
+    """The text of a pattern with spaces between its branches, where a title may be wrapped."""
+    return pattern.text.replace(",", ", ")
 
 
 def fitted(*lines: str, inches: float) -> str:
-    """Lines, broken where they are wider than the picture, but not inside "4 x 1" or "n = 16"; empty ones are left out.
+    """Wrap lines to the width of the picture, but not inside "4 x 1" or "n = 16"; drop empty lines.
 
-    >>> print(fitted("segments x rates: 2048 x 1, 8192 x 4", "", "causal", inches=3))
-    segments x rates: 2048 x 1,
-    8192 x 4
-    causal
+    >>> print(fitted("Segment x rate: 8x1, 16x2, causal, n = 16", "", "contiguous", inches=3))
+    Segment x rate: 8x1, 16x2,
+    causal, n = 16
+    contiguous
     """
     letters = max(24, int(inches * _LETTERS_PER_INCH))
     whole = [
         re.sub(r"(\w) ([x=]) (\d)", "\\1\N{NO-BREAK SPACE}\\2\N{NO-BREAK SPACE}\\3", line) for line in lines if line
     ]
     return "\n".join(textwrap.fill(line, letters) for line in whole).replace("\N{NO-BREAK SPACE}", " ")
-
-
-# One hue, darker where a key counts more often: it survives colour blindness and print.
-_COLOURS = ("#F5F5F5", "#A6CEE3", "#3787C0", "#084594", "#000000")
-_PANEL, _LEGEND, _NARROWEST = 3.1, 1.7, 6.5  # inches
-_MOST_DRAWN_CELLS = 48  # a side: beyond that a vector picture is slow to show, and the grid becomes an image in it
 
 
 def draw_pattern(pattern: Pattern, n: int, kv_heads: int = 1, *, causal: bool = False, note: str = "") -> Figure:
@@ -85,9 +80,9 @@ def draw_pattern(pattern: Pattern, n: int, kv_heads: int = 1, *, causal: bool = 
             cmap=ListedColormap(colours),
             norm=norm,
             edgecolors="white",
-            linewidth=min(0.7, 16 / n) if n <= _MOST_DRAWN_CELLS else 0,
+            linewidth=min(0.7, 16 / n) if n <= _MOST_VECTOR_CELLS else 0,
         )
-        mesh.set_rasterized(n > _MOST_DRAWN_CELLS)
+        mesh.set_rasterized(n > _MOST_VECTOR_CELLS)
         axis.set_aspect("equal")
         axis.invert_yaxis()
         axis.set_title(f"KV head {head}", fontsize=10)
@@ -116,14 +111,10 @@ def _ticks(n: int) -> list[float]:
     return [i + 0.5 for i in _places(n)]
 
 
-CELLS = 128  # a side
-_WIDTH, _HEIGHT = 7.4, 6.4  # inches
-
-
 def draw_density(pattern: Pattern, n: int, kv_heads: int = 1, *, causal: bool = False) -> Figure:
-    """Queries (down) against keys (across) in at most 128 x 128 cells, coloured by the share of pairs that are seen.
+    """Queries (down) against keys (across) in at most 128 x 128 cells, coloured by the fraction of pairs that are seen.
 
-    A pair that is seen through two branches counts twice. All KV heads together.
+    A pair seen through two branches counts twice. The fraction is taken over all KV heads.
 
     >>> from ringspan import Dilated
     >>> draw_density(Dilated.spanning(2**20), 2**20, causal=True).savefig("/dev/null", format="png")
@@ -138,15 +129,15 @@ def draw_density(pattern: Pattern, n: int, kv_heads: int = 1, *, causal: bool = 
     sizes = [stop - start for start, stop in pairwise(borders)]
     for i, rows in enumerate(sizes):
         shares[i] /= [rows * keys for keys in sizes]
-    figure = Figure(figsize=(_WIDTH, _HEIGHT), layout="constrained")
+    figure = Figure(figsize=(_DENSITY_WIDTH, _DENSITY_HEIGHT), layout="constrained")
     axis = figure.subplots()
     seen = shares[shares > 0]
     shares[shares == 0] = float("nan")
-    # The lightest shade of what is seen must differ from white.
+    # The lightest shade must differ from white, which means "none".
     colours = ListedColormap(colormaps["Blues"](np.linspace(0.15, 1, 256))).with_extremes(bad="white")
     norm = LogNorm(min(seen.min(), 0.5 * seen.max()), seen.max())
     mesh = axis.pcolormesh(borders, borders, shares, cmap=colours, norm=norm, rasterized=True)
-    figure.colorbar(mesh, ax=axis, label="share of the pairs of a cell that are seen (log scale; white: none)")
+    figure.colorbar(mesh, ax=axis, label="fraction of pairs in a cell that are seen (log scale; white: none)")
     axis.set_aspect("equal")
     axis.invert_yaxis()
     axis.set(xlabel="key t", ylabel="query p")
@@ -156,18 +147,18 @@ def draw_density(pattern: Pattern, n: int, kv_heads: int = 1, *, causal: bool = 
     heads = "all KV heads" if kv_heads > 1 else "one KV head"
     cells = len(borders) - 1
     note = f"{cells} x {cells} cells of about {n // cells:,} x {n // cells:,} tokens each; {heads}"
-    axis.set_title(fitted(pattern_title(pattern, n, causal), note, inches=_WIDTH - 1), fontsize=10, loc="left")
+    axis.set_title(fitted(pattern_title(pattern, n, causal), note, inches=_DENSITY_WIDTH - 1), fontsize=10, loc="left")
     return figure
 
 
 def cell_borders(n: int) -> list[int]:
-    """Where cells begin and end."""
-    cells = min(n, CELLS)
+    """The row where each cell starts, and the number of rows."""
+    cells = min(n, DENSITY_CELLS)
     return [n * i // cells for i in range(cells + 1)]
 
 
 def pairs_by_cell(pattern: Pattern, n: int, kv_heads: int = 1, *, causal: bool = False) -> NDArray[np.float64]:
-    """(cells, cells): how many (query, key) pairs are seen in each cell, over all KV heads, with multiplicity.
+    """(cells, cells): the number of (query, key) pairs seen in each cell, over all KV heads, with multiplicity.
 
     >>> from ringspan import Full
     >>> pairs_by_cell(Full(), 1000, causal=True).sum()
@@ -181,9 +172,9 @@ def pairs_by_cell(pattern: Pattern, n: int, kv_heads: int = 1, *, causal: bool =
     for branch in pattern.branches(n):
         offsets = pattern.offsets(branch.rate, kv_heads)
         for i, (start, stop) in enumerate(cells):
-            for piece in segment_runs(start, stop, branch):
-                rows = _selected(piece, branch, offsets)
-                counts[i, i] += piece.segments * sum(m * (m + 1) // 2 if causal else m * m for m in rows)
+            for run in segment_runs(start, stop, branch):
+                rows = _selected(run, branch, offsets)
+                counts[i, i] += run.segments * sum(m * (m + 1) // 2 if causal else m * m for m in rows)
         tails = [_shared(cell, branch, offsets) for cell in cells]
         for i, (start, _) in enumerate(cells):
             for j in range(i):  # two cells share at most the segment that holds the first row of the later one
@@ -200,9 +191,9 @@ def _segment(row: int, branch: Branch) -> int:
     return (row + branch.shift) // branch.segment_length
 
 
-def _selected(piece: SegmentRun, branch: Branch, offsets: tuple[int, ...]) -> list[int]:
-    """How many rows of a stretch each KV head selects."""
-    return [lane.rows for lane in piece.lanes(branch.rate, offsets)]
+def _selected(run: SegmentRun, branch: Branch, offsets: tuple[int, ...]) -> list[int]:
+    """The number of rows that each KV head selects in one segment of a run."""
+    return [lane.rows for lane in run.lanes(branch.rate, offsets)]
 
 
 def _shared(cell: tuple[int, int], branch: Branch, offsets: tuple[int, ...]) -> tuple[list[int], list[int]]:

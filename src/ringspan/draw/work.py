@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ringspan.draw.pattern import fitted, pattern_pairs, pattern_title
+from ringspan.draw.pattern import fitted, pattern_title, wrappable
 from ringspan.geometry import Dilated, Documents, Pattern
 from ringspan.layout import Layout
 from ringspan.planning import Parcel, RingPlan
@@ -34,7 +34,7 @@ def scaled_down(plan: RingPlan) -> tuple[RingPlan, str]:
     >>> small.pattern.segment_lengths, small.pattern.dilation_rates, small.layout.rows
     ((4, 64), (1, 8), 64)
     >>> note
-    'Not the plan itself but a small one like it: 64 tokens for 32,768, 4 x 1, 64 x 8 for 2048 x 1, 32768 x 16'
+    'Scaled down: 64 tokens for 32,768; pattern 4x1, 64x8 for 2048x1, 32768x16'
     """
     rows, size = plan.layout.rows, plan.layout.ring_size
     if rows <= MOST_ROWS and size <= MOST_RANKS:
@@ -48,15 +48,15 @@ def scaled_down(plan: RingPlan) -> tuple[RingPlan, str]:
     )
     ring = f" over {ranks} ranks for {size:,}" if ranks < size else ""
     likeness = f"{kept} tokens for {rows:,}{ring}{_instead(plan, small)}"
-    return small, f"Not the plan itself but a small one like it: {likeness}"
+    return small, f"Scaled down: {likeness}"
 
 
 def _instead(plan: RingPlan, small: RingPlan) -> str:
     """The small pattern beside the one that it stands for."""
     if plan.pattern == small.pattern:
         return ""
-    drawn, wanted = (pattern_pairs(each.pattern) for each in (small, plan))
-    return f", {drawn} for {wanted}"
+    drawn, wanted = (wrappable(each.pattern) for each in (small, plan))
+    return f"; pattern {drawn} for {wanted}"
 
 
 def _stand_ins(plan: RingPlan) -> int:

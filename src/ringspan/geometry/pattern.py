@@ -6,7 +6,8 @@ in the library is held to it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import lcm
@@ -46,7 +47,7 @@ class Full:
 
     @property
     def text(self) -> str:
-        """The pattern as one line that `parse_pattern` reads back."""
+        """The pattern on one line, as reports and messages show it and `parse_pattern` reads it."""
         return "full"
 
     def branches(self, rows: int) -> tuple[Branch, ...]:
@@ -141,14 +142,20 @@ class Dilated:
 
     @property
     def text(self) -> str:
-        """The pattern as one line that `parse_pattern` reads back.
+        """The pattern on one line, as reports and messages show it and `parse_pattern` reads it.
 
-        >>> Dilated((2048, 4096), (1, 2), shift=16).text
-        'dilated 2048x1 4096x2 interleaved shift 16 heads 0 of 0'
+        SEGMENTxRATE for each branch, then whatever differs from the defaults.
+
+        >>> Dilated((2048, 4096), (1, 2)).text
+        '2048x1,4096x2'
+        >>> Dilated((2048, 4096), (1, 2), "blocked", shift=16).for_heads(2, 8).text
+        '2048x1,4096x2 blocked shift 16 heads 2 of 8'
         """
-        pairs = " ".join(f"{w}x{r}" for w, r in zip(self.segment_lengths, self.dilation_rates, strict=True))
-        heads = f"heads {self.first_head} of {self.total_heads}"
-        return f"dilated {pairs} {self.head_offsets} shift {self.shift} {heads}"
+        pairs = ",".join(f"{w}x{r}" for w, r in zip(self.segment_lengths, self.dilation_rates, strict=True))
+        offsets = "" if self.head_offsets == "interleaved" else f" {self.head_offsets}"
+        shift = f" shift {self.shift}" if self.shift else ""
+        heads = f" heads {self.first_head} of {self.total_heads}" if self.total_heads else ""
+        return f"{pairs}{offsets}{shift}{heads}"
 
     def branches(self, rows: int) -> tuple[Branch, ...]:
         """The branches as they apply to a document of ``rows`` rows."""
@@ -192,19 +199,34 @@ class Dilated:
 Pattern = Full | Dilated
 
 
-@lru_cache(maxsize=256)
-def parse_pattern(text: str) -> Pattern:
-    """The pattern that ``text`` came from.
+_PAIR = r"[^\s,x]+ *x *[^\s,x]+"
+_DILATED = re.compile(
+    rf"(?P<pairs>{_PAIR}([, ]+{_PAIR})*)( (?P<offsets>interleaved|blocked))?"
+    r"( shift (?P<shift>\d+))?( heads (?P<first>\d+) of (?P<total>\d+))?"
+)
 
-    >>> parse_pattern(Dilated((8,), (2,), "blocked").text)
-    Dilated(segment_lengths=(8,), dilation_rates=(2,), head_offsets='blocked', shift=0, first_head=0, total_heads=0)
+
+@lru_cache(maxsize=256)
+def parse_pattern(text: str, read_count: Callable[[str], int] = int) -> Pattern:
+    """The pattern that a text describes: ``full``, or SEGMENTxRATE pairs and the suffixes of `Dilated.text`.
+
+    ``read_count`` reads a length or a rate; the command line also accepts 32k.
+
+    >>> parse_pattern("2048x1, 8192x4")
+    ... # doctest: +NORMALIZE_WHITESPACE
+    Dilated(segment_lengths=(2048, 8192), dilation_rates=(1, 4), head_offsets='interleaved', shift=0,
+            first_head=0, total_heads=0)
     """
-    kind, *words = text.split()
-    if kind == "full":
+    words = text.strip().lower()
+    if words == "full":
         return Full()
-    *pairs, head_offsets, _, shift, _, first_head, _, total_heads = words
-    lengths, rates = zip(*(map(int, pair.split("x")) for pair in pairs), strict=True)
-    return Dilated(lengths, rates, cast(HeadOffsets, head_offsets), int(shift), int(first_head), int(total_heads))
+    found = _DILATED.fullmatch(words)
+    if found is None:
+        raise ValueError(f"pattern {text!r}: must be full, or SEGMENTxRATE pairs such as 2048x1,8192x4")
+    pairs = [pair.split("x") for pair in re.findall(_PAIR, found["pairs"])]
+    lengths, rates = (tuple(read_count(pair[i].strip()) for pair in pairs) for i in (0, 1))
+    offsets = cast(HeadOffsets, found["offsets"] or "interleaved")
+    return Dilated(lengths, rates, offsets, *(int(found[name] or 0) for name in ("shift", "first", "total")))
 
 
 def unselected_row(pattern: Pattern, rows: int, kv_heads: int) -> tuple[int, int] | None:

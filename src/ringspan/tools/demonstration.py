@@ -48,7 +48,7 @@ def whole_sequence_pattern(tokens: int) -> Dilated:
     """Few branches, each with 256 selected rows per segment: cheap enough for a billion tokens.
 
     >>> whole_sequence_pattern(2**30).text
-    'dilated 256x1 65536x256 16777216x65536 1073741824x4194304 interleaved shift 0 heads 0 of 0'
+    '256x1,65536x256,16777216x65536,1073741824x4194304'
     """
     return Dilated.spanning(tokens, first=256, growth=256)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ringspan.geometry import Documents, Full, Pattern
+from ringspan.geometry import Documents, Pattern
 from ringspan.layout import Layout, LayoutName
 from ringspan.planning import RankMemory, RingPlan, Routing, TensorSizes, check_routing
 from ringspan.planning.breakeven import BreakEven, LayoutAdvice
@@ -122,20 +122,13 @@ def _price(plan: RingPlan, rank: int, even_share: float) -> RankPrice:
     )
 
 
-def pattern_text(pattern: Pattern) -> str:
-    """As `--pattern` takes it."""
-    if isinstance(pattern, Full):
-        return "full"
-    return ",".join(f"{w}x{r}" for w, r in zip(pattern.segment_lengths, pattern.dilation_rates, strict=True))
-
-
 def headline(plan: RingPlan, dtype: str) -> str:
     """What is planned, in one line."""
     sizes, size = plan.sizes, plan.layout.ring_size
     heads = f"{sizes.heads} heads" + (f" ({sizes.kv_heads} KV)" if sizes.kv_heads != sizes.heads else "")
     batch = f", batch {sizes.batch}" if sizes.batch > 1 else ""
     return (
-        f"{plan.layout.rows:,} tokens over {size:,} rank{'' if size == 1 else 's'}, {pattern_text(plan.pattern)}, "
+        f"{plan.layout.rows:,} tokens over {size:,} rank{'' if size == 1 else 's'}, {plan.pattern.text}, "
         f"{'causal' if plan.causal else 'not causal'}, {heads} of {sizes.head_dim}, {dtype}{batch}, "
         f"routing: {plan.routing}"
     )
@@ -225,7 +218,7 @@ def as_document(
     """Everything as one JSON document; bytes and pairs as whole numbers, times in seconds."""
     plan = next(iter(prices.values())).plan
     return {
-        "pattern": pattern_text(plan.pattern),
+        "pattern": plan.pattern.text,
         "tokens": plan.layout.rows,
         "ranks": plan.layout.ring_size,
         "causal": plan.causal,

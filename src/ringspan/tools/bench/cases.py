@@ -58,7 +58,7 @@ class BenchCase:
     @property
     def pattern_name(self) -> str:
         """The pattern as written on the command line."""
-        return "spanning" if self.spanning else pattern_label(self.pattern)
+        return "spanning" if self.spanning else self.pattern.text
 
     @property
     def processes(self) -> int:
@@ -78,23 +78,12 @@ class BenchCase:
 
     def __str__(self) -> str:
         where = "one process" if self.ranks == 1 else f"{self.ranks} ranks"
-        return f"{self.implementation}, {self.tokens:,} tokens, {where}, {pattern_label(self.pattern)}"
+        return f"{self.implementation}, {self.tokens:,} tokens, {where}, {self.pattern.text}"
 
 
 def case_from_json(found: dict[str, Any]) -> BenchCase:
     """Inverse of `BenchCase.as_json`."""
     return BenchCase(**{**found, "pattern": parse_pattern(found["pattern"])})
-
-
-def pattern_label(pattern: Pattern) -> str:
-    """A pattern as written on the command line.
-
-    >>> pattern_label(Dilated((2048, 8192), (1, 4)))
-    '2048x1,8192x4'
-    """
-    if not isinstance(pattern, Dilated):
-        return "full"
-    return ",".join(f"{w}x{r}" for w, r in zip(pattern.segment_lengths, pattern.dilation_rates, strict=True))
 
 
 def _nothing_missing() -> str:
@@ -198,7 +187,9 @@ PEERS = (
         partial(_other_ring, peers.torch_ring),
         layout="zigzag",
         missing=partial(
-            _missing_module, "torch.distributed.tensor.experimental._context_parallel", "use a version of torch that has it"
+            _missing_module,
+            "torch.distributed.tensor.experimental._context_parallel",
+            "use another version of torch",
         ),
     ),
     Implementation(

@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from ringspan.geometry import Full, Pattern
-from ringspan.tools.bench.cases import IMPLEMENTATIONS, Case, pattern_label
+from ringspan.tools.bench.cases import IMPLEMENTATIONS, BenchCase
 from ringspan.tools.bench.ladder import plan_of, planned_bytes
 from ringspan.tools.bench.report import outcome
 from ringspan.tools.bench.results_pictures import longest_picture, ring_memory_picture, two_picture
 from ringspan.tools.bench.suites import REPEAT_UP_TO_SECONDS, RINGS, TRIAL_SECONDS, Scale
 from ringspan.tools.bench.summaries import Summary, find_alone, speed_up, summarize
-from ringspan.tools.bench.tables import (
+from ringspan.tools.bench.report import (
     FAILED_TEXT,
     factor,
     failure_rows,
@@ -31,7 +31,7 @@ from ringspan.tools.bench.trials import Trial
 from ringspan.tools.measure import describe_machine, one_line
 from ringspan.tools.pages import Page, Picture, Rows, Table, html, markdown
 
-Summaries = Mapping[Case, Summary]
+Summaries = Mapping[BenchCase, Summary]
 Trials = Mapping[str, Sequence[Trial]]  # by the name of their part
 
 
@@ -87,7 +87,7 @@ def _sentence(long: Summaries, scale: Scale) -> str:
         return f"{scale.long_length:,} tokens did not run; the last table says why."
     most = max(measured, key=lambda summary: summary.case.ranks)
     return (
-        f"{scale.long_length:,} tokens ({pattern_label(most.case.pattern)}, causal), forward and backward, "
+        f"{scale.long_length:,} tokens ({most.case.pattern.text}, causal), forward and backward, "
         f"{outcome(most, speed_up(long, most.case))} {plan_of(most.case).reach} Every figure below was measured in "
         "fresh processes, and what did not run is in the last table, with the reason."
     )
@@ -96,7 +96,7 @@ def _sentence(long: Summaries, scale: Scale) -> str:
 def _patterns(trials: Trials) -> str:
     """The dilated pattern of each length."""
     cases = [trial.case for part in trials.values() for trial in part if _name(trial.case.pattern) == "dilated"]
-    found = {case.tokens: pattern_label(case.pattern) for case in sorted(cases, key=lambda case: case.tokens)}
+    found = {case.tokens: case.pattern.text for case in sorted(cases, key=lambda case: case.tokens)}
     return "; ".join(f"{tokens:,} tokens {label}" for tokens, label in found.items())
 
 
@@ -195,11 +195,11 @@ def _two_table(found: Summaries) -> Table:
     return Table("One process against two", rows, text)
 
 
-def _two_order(case: Case) -> tuple[int, bool, int]:
+def _two_order(case: BenchCase) -> tuple[int, bool, int]:
     return case.tokens, isinstance(case.pattern, Full), list(IMPLEMENTATIONS).index(case.implementation)
 
 
-def _same_but_ranks(case: Case, other: Case) -> bool:
+def _same_but_ranks(case: BenchCase, other: BenchCase) -> bool:
     return replace(case, ranks=0, layout="contiguous") == replace(other, ranks=0, layout="contiguous")
 
 
@@ -276,7 +276,7 @@ def _long_table(found: Summaries, tokens: int) -> Table:
         speed, up = throughput(summary), factor(speed_up(found, case))
         peaks = ", ".join(mebibytes(peak) for peak in summary.measured[0].peak_bytes)
         rows.append([*start, *times, speed, up, sent_cell(summary), planned, peaks])
-    label = pattern_label(next(iter(found)).pattern)
+    label = next(iter(found)).pattern.text
     text = (
         f"{label}, causal, one trial each. Sent: counted by the busiest rank, forward and backward. Memory counts the "
         "inputs, the output and all gradients."

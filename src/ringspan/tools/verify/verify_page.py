@@ -1,141 +1,192 @@
-"""The report of an examination: checks, what each rank measured, and a picture of memory and speed by ring size."""
+"""The report of `ringspan verify`: its verdict, the checks, what each rank measured, and memory and time by ring size."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import statistics
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ringspan.tools.measure import describe_machine, one_line
-from ringspan.tools.pages import Page, Picture, Table, markdown_table
-from ringspan.tools.verify.check import Check, Failed, answers_to, sentence, status
+from ringspan.tools.pages import Badge, Page, Picture, Table, markdown_table
+from ringspan.tools.verify.check import Check, Failed, values_of
 from ringspan.tools.verify.exactness import comparison_rows
 from ringspan.tools.verify.memory import fit, peaks
-from ringspan.tools.verify.settings import short_text
-from ringspan.tools.verify.speed import is_disturbed, seconds_by_ring
-from ringspan.tools.verify.wire import BytesAnswer
+from ringspan.tools.verify.speed import seconds_by_ring, was_disturbed
+from ringspan.tools.verify.workload import short_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from ringspan.tools.verify.check import Answers, ByRing
-    from ringspan.tools.verify.settings import Settings, Subject
+    from ringspan.tools.verify.check import ByRing, Measured
+    from ringspan.tools.verify.traffic import TrafficMeasurement
+    from ringspan.tools.verify.workload import Implementation, VerifySettings
+
+# Exit statuses of the command; 2 is an invalid command line.
+PASS, FAIL, INCOMPLETE = 0, 1, 3
+BADGES: dict[int, Badge] = {PASS: "PASS", FAIL: "FAIL", INCOMPLETE: "INCOMPLETE"}
 
 
-_DISTURBED = "disturbed"
+def status(checks: Iterable[Check]) -> int:
+    """The exit status for these checks."""
+    verdicts = [(check.verdict, check.essential) for check in checks]
+    if any(verdict == "FAIL" for verdict, _ in verdicts):
+        return FAIL
+    return INCOMPLETE if ("not measured", True) in verdicts else PASS
+
+
+def headline(checks: Sequence[Check], name: str, sizes: Sequence[int]) -> str:
+    """The result in one or two sentences. Checks that were not measured are named, with the reason.
+
+    >>> even = Check("every rank computes its share", "pass", "", "", "")
+    >>> speed = Check("more ranks are faster", "not measured", "", "a busy machine", "", essential=False)
+    >>> headline([even], "mine", [1, 2, 4])
+    'All checks (1) pass on rings of 1, 2 and 4 ranks: mine.'
+    >>> headline([even, speed], "mine", [1, 2])
+    '1 of 2 checks pass on rings of 1 and 2 ranks: mine. Not measured: more ranks are faster (a busy machine).'
+    """
+    failing = [check for check in checks if check.verdict == "FAIL"]
+    rings = f"{_listed([str(size) for size in sizes])} rank{'s' if max(sizes, default=0) > 1 else ''}"
+    where = f"on {'rings' if len(sizes) > 1 else 'a ring'} of {rings}: {name}."
+    if failing:
+        names = ", ".join(f'"{check.name}"' for check in failing)
+        return f"{len(failing)} of {len(checks)} checks fail {where} Failing: {names}."
+    passing = sum(check.verdict == "pass" for check in checks)
+    first = f"All checks ({passing})" if passing == len(checks) else f"{passing} of {len(checks)} checks"
+    rest = "".join(
+        f" {verdict.capitalize()}: {', '.join(f'{check.name} ({check.reason})' for check in found)}."
+        for verdict in ("not measured", "not supported")
+        if (found := [check for check in checks if check.verdict == verdict])
+    )
+    doubt = " No check fails, but an essential one could not be measured here." if status(checks) == INCOMPLETE else ""
+    return f"{first} pass {where}{doubt}{rest}"
+
+
+def _listed(words: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
 
 
 def make_page(
-    subject: Subject, settings: Settings, where: str, answers: ByRing, checks: list[Check], command: str
+    implementation: Implementation,
+    settings: VerifySettings,
+    where: str,
+    measured: ByRing,
+    checks: list[Check],
+    command: str,
 ) -> Page:
-    """The page that is printed and written."""
-    text = f"{where}. {_what_was_run(settings)}"
+    """The page to print and to write."""
+    sizes = list(values_of(measured, "exact"))
     compared = (
-        "Every call of every check is compared with the definition in fp64. Of a long sequence, rows at the borders of "
-        "shards and others between them are; dk and dv are compared in all rows. Calls are counted on every rank."
+        "The results of every call, in every check, are compared with the definition in fp64: in all rows of a short "
+        "sequence; in a long one at the borders of shards and in sampled rows between them, dk and dv in all rows. "
+        "Calls are counted on every rank."
+    )
+    of_ranks = (
+        f"Bytes (not causal, forward) and FLOPs (not causal, forward and backward): {settings.counted}. "
+        f"Memory (peak growth of forward and backward): {settings.memory}. "
+        f"Time (causal, forward and backward): {settings.speed}."
     )
     parts: list[Table | Picture] = [
-        Table("Is the ring real?", check_rows(checks), text),
-        Table("What was compared", comparison_rows(answers), compared, details=True),
-        Table("Rank by rank", rank_rows(answers), "Memory is the peak growth of forward and backward."),
+        Table(f"Checks on rings of {_listed([str(size) for size in sizes])}", check_rows(checks), _what_ran(settings)),
+        Table(f"Comparisons, up to {_longest(settings):,} tokens", comparison_rows(measured), compared, details=True),
+        Table("Each rank", rank_rows(measured, settings), of_ranks),
     ]
-    memory = peaks(answers) if _answered(answers, "memory") else {}
-    seconds = seconds_by_ring(answers) if _answered(answers, "speed") and not is_disturbed(answers) else {}
+    memory = peaks(measured) if _succeeded(measured, "memory") else {}
+    timed = _succeeded(measured, "speed") and not was_disturbed(measured)
+    seconds = seconds_by_ring(measured) if timed else {}
     if len(memory) > 1:
-        caption = "Peak memory of a rank by ring size; points are measured, the line is the fit."
+        caption = "Peak memory of a rank by ring size: measured points and the fitted line."
         if seconds:
-            caption += " Time is of forward and backward, on rings whose ranks each have a core or device."
+            caption += " Time of forward and backward, on rings in which each rank has its own core or device."
         parts.append(Picture("verify_memory", draw(memory, seconds, settings), caption))
     return Page(
-        title=f"ringspan verify: {subject.name}",
-        sentence=sentence(checks, f"{subject.name}, up to {_longest(settings):,} tokens", _rings(answers)),
+        title=f"ringspan verify: {implementation.name}",
+        sentence=headline(checks, f"{implementation.name}, up to {_longest(settings):,} tokens, {where}", sizes),
         command=command,
         machine=one_line(describe_machine()),
         parts=parts,
+        badge=BADGES[status(checks)],
     )
 
 
-def _what_was_run(settings: Settings) -> str:
-    """The pattern that was named, where it was run as it is, and what was run instead."""
+def _what_ran(settings: VerifySettings) -> str:
+    """Where the named pattern ran unchanged, and which shorter patterns ran elsewhere."""
     named, long = settings.memory.pattern, _longest(settings)
-    segments = named.branches(long)
-    longest = max(branch.segment_length for branch in segments)
-    lines = [f"{short_text(named)} itself is run at {long:,} tokens."]
+    longest = max(branch.segment_length for branch in named.branches(long))
+    lines = [f"The pattern {short_text(named)} runs unchanged at {long:,} tokens."]
     if longest > long:
         lines.append(
-            f"There its segments above {long:,} are the whole sequence; --tokens {longest} gives them their length."
+            f"Its segments longer than {long:,} tokens cover the whole sequence there; "
+            f"--tokens {longest} runs them at full length."
         )
-    others = dict.fromkeys(short_text(c.pattern) for c in settings.all_cases if c.pattern != named)
+    others = dict.fromkeys(short_text(case.pattern) for case in settings.all_cases if case.pattern != named)
     if others:
         lines.append(
-            f"Where all rows are compared, or single tokens changed, sequences are short, and so are its segments; "
-            f"rates are the same: {', '.join(others)}."
+            "Checks that compare all rows or change single tokens run on short sequences, with shorter segments and "
+            f"the same rates: {', '.join(others)}."
         )
     return " ".join(lines)
 
 
-def _longest(settings: Settings) -> int:
+def _longest(settings: VerifySettings) -> int:
     return max(case.tokens for case in settings.all_cases)
 
 
-def _rings(answers: ByRing) -> list[int]:
-    """The rings that were asked everything."""
-    return list(answers_to(answers, "exact"))
-
-
 def check_rows(checks: list[Check]) -> list[list[str]]:
-    head = ["check", "verdict", "figure", "meaning", "run on"]
-    return [head, *([check.name, check.verdict, check.figure, check.reason, check.ran] for check in checks)]
+    head = ["check", "verdict", "result", "explanation", "case"]
+    return [head, *([check.name, check.verdict, check.result, check.reason, check.case] for check in checks)]
 
 
-def rank_rows(answers: ByRing) -> list[list[str]]:
-    timed = _answered(answers, "speed")
-    disturbed = timed and is_disturbed(answers)
+def rank_rows(measured: ByRing, settings: VerifySettings) -> list[list[str]]:
+    """One row per rank of each ring; the head names the length of each measurement."""
+    disturbed = _succeeded(measured, "speed") and was_disturbed(measured)
 
-    def seconds(answer: Any) -> str:
-        if not answer.seconds:
+    def seconds(value: Any) -> str:
+        if not value.seconds:
             return "not timed"
-        return _DISTURBED if disturbed else f"{statistics.median(answer.seconds):.2f}"
+        return "disturbed" if disturbed else f"{statistics.median(value.seconds):.2f}"
 
-    rows = [["ring", "rank", "bytes sent", "FLOPs", "peak memory", "seconds"]]
-    for size, ranks in answers.items():
-        for rank, given in enumerate(ranks):
+    counted, memory, speed = (f"{case.tokens:,} tokens" for case in (settings.counted, settings.memory, settings.speed))
+    head = ["ring size", "rank", f"bytes sent, {counted}", f"FLOPs, {counted}", f"peak memory, {memory}"]
+    rows = [[*head, f"seconds, {speed}"]]
+    for size, ranks in measured.items():
+        for rank, values in enumerate(ranks):
             cells = [str(size), str(rank)]
-            cells.append(_cell(given, "bytes", _sent))
-            cells.append(_cell(given, "work", lambda a: f"{a.flops / 1e9:.1f} G"))
-            cells.append(_cell(given, "memory", lambda a: f"{a.peak_bytes / 2**20:,.0f} MiB"))
-            cells.append(_cell(given, "speed", seconds))
+            cells.append(_cell(values, "traffic", _bytes_sent))
+            cells.append(_cell(values, "flops", lambda value: f"{value.flops / 1e9:.1f} G"))
+            cells.append(_cell(values, "memory", lambda value: f"{value.peak_bytes / 2**20:,.0f} MiB"))
+            cells.append(_cell(values, "speed", seconds))
             rows.append(cells)
     return rows
 
 
-def _sent(answer: list[BytesAnswer]) -> str:
-    """Of the first case: not causal."""
-    first = answer[0]
+def _bytes_sent(value: list[TrafficMeasurement]) -> str:
+    first = value[0]  # not causal
     if first.counted is None:
         return "not counted"
     return f"{first.counted:,}" + (", as planned" if first.counted == first.planned else f", planned {first.planned:,}")
 
 
+def _cell(values: Measured, measurement: str, show: Callable[[Any], str]) -> str:
+    value = values.get(measurement)
+    return "" if value is None else "failed" if isinstance(value, Failed) else show(value)
+
+
+def _succeeded(measured: ByRing, measurement: str) -> bool:
+    return not any(isinstance(values.get(measurement), Failed) for ranks in measured.values() for values in ranks)
+
+
 def readme_lines(page: Page) -> list[str]:
-    """The checks alone, for a README: what was found, by which command, on which machine."""
+    """The verdict and the checks alone, for a README, with the command and the machine."""
     checks = page.parts[0]
     assert isinstance(checks, Table)
-    made = f"Written by `{page.command}`. {page.machine}."
-    return ["", page.sentence, "", *markdown_table([row[:3] for row in checks.rows]), "", made, ""]
+    written = f"Written by `{page.command}`. {page.machine}."
+    return ["", f"**{page.badge}.** {page.sentence}", "", *markdown_table([row[:3] for row in checks.rows]), "", written, ""]
 
 
-def _cell(given: Answers, question: str, show: Any) -> str:
-    answer = given.get(question)
-    return "" if answer is None else "no answer" if isinstance(answer, Failed) else show(answer)
-
-
-def _answered(answers: ByRing, question: str) -> bool:
-    return not any(isinstance(given.get(question), Failed) for ranks in answers.values() for given in ranks)
-
-
-def draw(memory: dict[int, int], seconds: dict[int, float], settings: Settings) -> Figure:
-    """Left: peak memory of a rank by ring size with its fit. Right, if it was not disturbed: seconds."""
+def draw(memory: dict[int, int], seconds: dict[int, float], settings: VerifySettings) -> Figure:
+    """Left: peak memory of a rank by ring size, with the fit. Right, if times are given: seconds."""
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     figure = Figure(figsize=(10 if seconds else 5, 3.8), layout="constrained")
@@ -150,38 +201,34 @@ def draw(memory: dict[int, int], seconds: dict[int, float], settings: Settings) 
     left.legend(frameon=False)
     for axis in right:
         axis.bar([str(size) for size in seconds], list(seconds.values()), color="#0072B2", width=0.6)
-        for place, value in enumerate(seconds.values()):
-            axis.text(place, value, f"{value:.2f}", ha="center", va="bottom", fontsize=9)
+        for x, value in enumerate(seconds.values()):
+            axis.text(x, value, f"{value:.2f}", ha="center", va="bottom", fontsize=9)
         axis.set(title=f"Time, {settings.speed.tokens:,} tokens", ylabel="forward + backward (s)")
         axis.margins(y=0.15)
     for axis in (left, *right):
-        axis.set_xlabel("ranks k")
+        axis.set_xlabel("ring size k")
         axis.spines[["top", "right"]].set_visible(False)
     return figure
 
 
 def as_json(
-    subject: Subject, settings: Settings, where: str, answers: ByRing, checks: list[Check], page: Page
+    implementation: Implementation,
+    settings: VerifySettings,
+    where: str,
+    measured: ByRing,
+    checks: list[Check],
+    page: Page,
 ) -> dict[str, Any]:
-    """Everything, as plain numbers and words."""
+    """The whole result as JSON values."""
     return {
-        "subject": subject.name,
+        "implementation": implementation.name,
         "where": where,
+        "verdict": page.badge,
         "sentence": page.sentence,
+        "status": status(checks),
         "machine": describe_machine(),
         "settings": dataclasses.asdict(settings),
-        "status": status(checks),
-        "speed_disturbed": _answered(answers, "speed") and is_disturbed(answers),
+        "speed_disturbed": _succeeded(measured, "speed") and was_disturbed(measured),
         "checks": [dataclasses.asdict(check) for check in checks],
-        "answers": {str(size): [_plain(given) for given in ranks] for size, ranks in answers.items()},
+        "measurements": json.loads(json.dumps(measured, default=vars)),
     }
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {key: _plain(inner) for key, inner in dataclasses.asdict(value).items()}
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
-    return value

@@ -44,7 +44,7 @@ class Implementation:
 
     @property
     def name(self) -> str:
-        return self.target or f"ringspan, {self.pattern.text.partition(' interleaved')[0]}"
+        return self.target or f"ringspan, {self.pattern.text}"
 
     @staticmethod
     def load(target: str) -> Implementation:
@@ -109,12 +109,12 @@ class VerifyCase:
         """The name of the case in reports.
 
         >>> str(VerifyCase(Dilated((64, 256), (1, 4)), 1001, 2, 6, 2, 16, "float64"))
-        '64x1 256x4, 1,001 tokens, batch 2, 6 heads on 2 KV heads x 16, float64'
+        '64x1,256x4, 1,001 tokens, batch 2, 6 heads on 2 KV heads x 16, float64'
         """
         batch = f", batch {self.batch}" if self.batch > 1 else ""
         grouped = f" on {self.kv_heads} KV head{'s' if self.kv_heads > 1 else ''}" if self.grouped else ""
         heads = f"{self.heads} head{'s' if self.heads > 1 else ''}{grouped} x {self.head_dim}"
-        return f"{short_text(self.pattern)}, {self.tokens:,} tokens{batch}, {heads}, {self.dtype}"
+        return f"{self.pattern.text}, {self.tokens:,} tokens{batch}, {heads}, {self.dtype}"
 
     @property
     def grouped(self) -> bool:
@@ -238,7 +238,7 @@ def shortened(pattern: Pattern, tokens: int) -> Pattern:
     """The pattern with the same rates in shorter segments; the longest has ``tokens`` rows, if its rate allows.
 
     >>> shortened(Dilated((2048, 16384, 65536), (1, 8, 32)), 750).text
-    'dilated 23x1 187x8 750x32 interleaved shift 0 heads 0 of 0'
+    '23x1,187x8,750x32'
     """
     if isinstance(pattern, Full):
         return pattern
@@ -246,12 +246,3 @@ def shortened(pattern: Pattern, tokens: int) -> Pattern:
     pairs = zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)
     lengths = (min(w, max(w * tokens // longest, _MIN_ROWS_PER_SEGMENT * r)) for w, r in pairs)
     return Dilated(tuple(lengths), pattern.dilation_rates, pattern.head_offsets, pattern.shift)
-
-
-def short_text(pattern: Pattern) -> str:
-    """The pattern without the parts that a command line cannot change.
-
-    >>> short_text(Dilated((64, 256), (1, 4)))
-    '64x1 256x4'
-    """
-    return pattern.text.removeprefix("dilated ").partition(" interleaved")[0]
