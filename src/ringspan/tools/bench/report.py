@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ringspan.tools.bench.cases import BenchCase, pattern_label
+from ringspan.tools.bench.cases import BenchCase
 from ringspan.tools.bench.ladder import BenchSettings, CaseForecast, TrialStore, is_planned, plan_of, planned_bytes
 from ringspan.tools.bench.pictures import memory_picture, process_count, throughput_picture
 from ringspan.tools.bench.summaries import (
