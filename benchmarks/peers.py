@@ -13,7 +13,7 @@ from torch import Tensor
 
 import ringspan as rs
 from benchmarks.memory import Measured, median_time
-from ringspan.runtime.device import peak_growth
+from ringspan.runtime.device import Cpu
 from ringspan.tools.peers import blockwise_flex, masked_sdpa
 
 HEADS, DIM = 8, 64
@@ -40,14 +40,14 @@ def memory_task(n: int, causal: bool) -> Measured:
     small = qkv(1024)
     rs.attention(*small, pattern=pattern_up_to(), causal=causal)
     q, k, v = qkv(n)
-    _, growth = peak_growth(lambda: rs.attention(q, k, v, pattern=pattern_up_to(), causal=causal))
+    _, growth = Cpu().peak_growth(lambda: rs.attention(q, k, v, pattern=pattern_up_to(), causal=causal))
     return Measured(peak_bytes=growth)
 
 
 def sdpa_task(n: int, causal: bool, trials: int) -> Measured:
     """Scaled dot-product attention with the pattern as an additive mask (heads, n, n)."""
     q, k, v = qkv(n)
-    attend, mask_bytes = peak_growth(lambda: masked_sdpa(pattern_up_to(), n, HEADS, causal=causal))
+    attend, mask_bytes = Cpu().peak_growth(lambda: masked_sdpa(pattern_up_to(), n, HEADS, causal=causal))
     found = _measure(lambda: attend(q, k, v), trials)
     # The mask is part of what this way needs; the attention itself runs on top of it.
     return Measured(found.seconds, found.peak_bytes + mask_bytes, found.checksum)
@@ -57,7 +57,7 @@ def flex_task(n: int, causal: bool, trials: int) -> Measured:
     """FlexAttention, compiled, with a block mask; forward only, as the CPU backend offers."""
     q, k, v = qkv(n)
     with torch.no_grad():
-        attend, mask_bytes = peak_growth(lambda: blockwise_flex(pattern_up_to(), n, HEADS, causal=causal))
+        attend, mask_bytes = Cpu().peak_growth(lambda: blockwise_flex(pattern_up_to(), n, HEADS, causal=causal))
         found = _measure(lambda: attend(q, k, v), trials)
     return Measured(found.seconds, max(found.peak_bytes, mask_bytes), found.checksum)
 
@@ -67,6 +67,6 @@ def _measure(call: Callable[[], Tensor], trials: int) -> Measured:
     checksum = result.double().square().mean().sqrt().item()
     del result
     start = time.perf_counter()
-    _, growth = peak_growth(call)
+    _, growth = Cpu().peak_growth(call)
     seconds = time.perf_counter() - start
     return Measured(median_time(call, trials) if trials > 1 else seconds, growth, checksum)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import ringspan as rs
-from ringspan.runtime.device import peak_growth
+from ringspan.runtime.device import Cpu
 from ringspan.runtime.launch import run_local_ranks
 from ringspan.tools.rehearse import Network, rehearse_ring
 
@@ -69,5 +69,5 @@ def _real_rank(tokens: int, dim: int) -> tuple[int, int]:
         out.backward(torch.ones_like(out))
 
     rs.attention(*torch.ones(3, 1, 4, 1, dim), pattern=rs.Full())  # what is set up once is not counted
-    growth = peak_growth(step)[1]
+    growth = Cpu().peak_growth(step)[1]
     return ring.counters.bytes_sent, growth

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import ringspan as rs
 from benchmarks.peers import DIM, HEADS, pattern_up_to
-from ringspan.runtime.device import peak_growth
+from ringspan.runtime.device import Cpu
 from ringspan.tools import peers
 from ringspan.tools.measure import busy_seconds
 
@@ -130,7 +130,7 @@ def measure_memory(pattern: rs.Pattern, n: int) -> tuple[int, int]:
         _forward_and_backward(ring, pattern, n)
 
     ring.reset_counters()
-    growth = peak_growth(run)[1]
+    growth = Cpu().peak_growth(run)[1]
     return growth, ring.counters.peak_parcel_bytes
 
 

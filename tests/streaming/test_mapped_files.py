@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ringspan as rs
-from ringspan.runtime.device import peak_growth
+from ringspan.runtime.device import Cpu
 from ringspan.streaming import (
     CountedRows,
     HeldRows,
@@ -113,7 +113,9 @@ def test_memory_stays_within_the_budget(tmp_path: Path) -> None:
     source, sink = open_numpy(tmp_path), create_numpy(tmp_path / "out", n, shape)
     pattern = rs.Dilated((256, n), (1, n // 256))
     rs.stream_attention(source, HeldRows({}), 2**10, pattern, causal=True)  # what torch sets up once is not counted
-    done, grown = peak_growth(lambda: rs.stream_attention(source, sink, n, pattern, causal=True, budget_bytes=budget))
+    done, grown = Cpu().peak_growth(
+        lambda: rs.stream_attention(source, sink, n, pattern, causal=True, budget_bytes=budget)
+    )
     assert done.shards >= 8
     assert 4 * n * 512 > 3 * budget
     assert grown <= budget

@@ -63,7 +63,7 @@ def evaluate(
 
     `ringspan evaluate runs/books --step 500`
     """
-    from ringspan.runtime.device import this_ranks_device  # noqa: PLC0415
+    from ringspan.runtime.device import local_device  # noqa: PLC0415
     from ringspan.train.data import (  # noqa: PLC0415
         Corpus,
         Selection,
@@ -78,7 +78,7 @@ def evaluate(
     console = make_console(stderr=as_json)
     try:
         settings = run_settings(run)
-        model = trained_model(run, step).to(this_ranks_device().device)
+        model = trained_model(run, step).to(local_device().device)
         trained_on, held_out = Corpus(Selection.of_run(run, settings.data)).split(settings.held_out)
     except (FileNotFoundError, RunError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error

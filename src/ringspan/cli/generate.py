@@ -134,7 +134,7 @@ def _ring_of(run: Path) -> rs.Ring | None:
 
 def _decoder(run: Path, step: int, ring: rs.Ring | None, sharded: bool) -> Decoder:
     from ringspan.models import Decoder, LongNet  # noqa: PLC0415
-    from ringspan.runtime.device import this_ranks_device  # noqa: PLC0415
+    from ringspan.runtime.device import local_device  # noqa: PLC0415
 
     if sharded and ring is None:
         raise ValueError("--cache sharded: needs ranks to share it; start with torchrun --nproc-per-node=N -m ringspan")
@@ -144,7 +144,7 @@ def _decoder(run: Path, step: int, ring: rs.Ring | None, sharded: bool) -> Decod
         raise ValueError(
             f"{run}: a vocabulary of {model.config.vocab_size}: this command writes bytes, of which there are {BYTES}"
         )
-    return Decoder(model.to(this_ranks_device().device).eval(), ring=ring, sharded=sharded)
+    return Decoder(model.to(local_device().device).eval(), ring=ring, sharded=sharded)
 
 
 def _write(decoder: Decoder, prompt: bytes, count: int, sampling: dict[str, Any], echo: bool) -> Written:

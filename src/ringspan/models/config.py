@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ringspan.geometry import Dilated, Full, HeadOffsets, Pattern
-from ringspan.runtime.settings import check_kinds, described, known_values
+from ringspan.runtime.settings import check_types, setting, settings_from_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,30 +23,28 @@ class LongNetConfig:
     4
     """
 
-    vocab_size: int = described(256, "Tokens it knows; 256 are bytes.")
-    layers: int = described(4, "Layers of attention and MLP.")
-    width: int = described(128, "Numbers in a token's hidden state.")
-    heads: int = described(4, "Query heads; they divide the width.")
-    kv_heads: int = described(4, "Heads of keys and values; they divide the heads.")
-    mlp_width: int = described(384, "Inner width of the gated MLP.")
-    segment_lengths: tuple[int, ...] = described(
-        (1024, 4096, 16384), "Segments of the pattern; none is plain attention."
-    )
-    dilation_rates: tuple[int, ...] = described((1, 4, 16), "Rate of each segment length.")
-    head_offsets: HeadOffsets = described("interleaved", "How heads share the rows of a segment.")
-    alternate_shift: bool = described(
+    vocab_size: int = setting(256, "Tokens it knows; 256 are bytes.")
+    layers: int = setting(4, "Layers of attention and MLP.")
+    width: int = setting(128, "Numbers in a token's hidden state.")
+    heads: int = setting(4, "Query heads; they divide the width.")
+    kv_heads: int = setting(4, "Heads of keys and values; they divide the heads.")
+    mlp_width: int = setting(384, "Inner width of the gated MLP.")
+    segment_lengths: tuple[int, ...] = setting((1024, 4096, 16384), "Segments of the pattern; none is plain attention.")
+    dilation_rates: tuple[int, ...] = setting((1, 4, 16), "Rate of each segment length.")
+    head_offsets: HeadOffsets = setting("interleaved", "How heads share the rows of a segment.")
+    alternate_shift: bool = setting(
         True, "Shift borders by half the shortest segment in every second layer, so that no border stays a wall."
     )
-    causal: bool = described(True, "A decoder, which predicts the next token; otherwise an encoder.")
-    rotary_base: float = described(500_000.0, "The longest rotary wavelength is about 6 times this many tokens.")
-    norm_eps: float = described(1e-5, "What norms add to a mean square.")
-    tie_embeddings: bool = described(False, "Use the embedding as the output head.")
+    causal: bool = setting(True, "A decoder, which predicts the next token; otherwise an encoder.")
+    rotary_base: float = setting(500_000.0, "The longest rotary wavelength is about 6 times this many tokens.")
+    norm_eps: float = setting(1e-5, "What norms add to a mean square.")
+    tie_embeddings: bool = setting(False, "Use the embedding as the output head.")
 
     def __post_init__(self) -> None:
         for name in ("segment_lengths", "dilation_rates"):
             if isinstance(getattr(self, name), list):  # as JSON has them
                 object.__setattr__(self, name, tuple(getattr(self, name)))
-        check_kinds(self)
+        check_types(self)
         for name in ("vocab_size", "layers", "width", "heads", "kv_heads", "mlp_width"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
@@ -95,7 +93,7 @@ class LongNetConfig:
     @staticmethod
     def from_json(text: str) -> LongNetConfig:
         """The configuration that `to_json` wrote; a key that we do not know is an error, not a silence."""
-        return LongNetConfig(**known_values(LongNetConfig, text))
+        return LongNetConfig(**settings_from_json(LongNetConfig, text))
 
 
 NAMED = {

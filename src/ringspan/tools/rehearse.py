@@ -20,7 +20,7 @@ from ringspan.engine import run_backward, run_forward
 from ringspan.planning import RingPlan
 from ringspan.planning.routes import node_of
 from ringspan.ring.transport import Counters, Messages
-from ringspan.runtime.device import Device, this_ranks_device
+from ringspan.runtime.device import Device, local_device
 from ringspan.runtime.launch import run_local_ranks
 from ringspan.tools.measure import Stopwatch, is_disturbed
 
@@ -193,11 +193,10 @@ def rehearse_rank(plan: RingPlan, rank: int, network: Network, dtype: torch.dtyp
 
     Raises nothing that a real rank would not raise; a rank that does not fit runs out of memory here as well.
     """
-    device = this_ranks_device()
+    device = local_device()
     _warm_up(device, dtype, plan.sizes.head_dim)
-    figures: list[PassFigures] = []
     with Stopwatch() as watch:
-        growth = device.peak_growth(lambda: figures.extend(_run(plan, rank, network, dtype, backward, device)))
+        figures, growth = device.peak_growth(lambda: _run(plan, rank, network, dtype, backward, device))
     own = plan.rank(rank)
     wanted = [plan.bytes_sent(rank), plan.bytes_sent(rank, backward=True)]
     return Rehearsed(

@@ -13,8 +13,8 @@ from ringspan.geometry import Documents, Pattern
 from ringspan.layout import Layout
 from ringspan.models import LongNet, LongNetConfig
 from ringspan.planning import Reach, RingPlan, TensorSizes, find_reach
-from ringspan.runtime.device import this_ranks_device
-from ringspan.runtime.settings import described
+from ringspan.runtime.device import local_device
+from ringspan.runtime.settings import setting
 from ringspan.train.config import TrainSettings
 
 _SLICE_ROWS = 4096  # rows whose logits exist at a time (`rs.nn.ring_cross_entropy`)
@@ -24,13 +24,13 @@ _SLICE_ROWS = 4096  # rows whose logits exist at a time (`rs.nn.ring_cross_entro
 class Needs:
     """Bytes of one rank at the peak of a step."""
 
-    weights: int = described(0, "this rank's share, and one layer whole while it is used")
-    gradients: int = described(0, "of this rank's share")
-    optimizer: int = described(0, "two moments of each weight")
-    activations: int = described(0, "kept from forward to backward, all layers")
-    layer: int = described(0, "inside the layer that is being differentiated")
-    parcels: int = described(0, "K and V rows in flight")
-    logits: int = described(0, "of one slice of rows")
+    weights: int = setting(0, "this rank's share, and one layer whole while it is used")
+    gradients: int = setting(0, "of this rank's share")
+    optimizer: int = setting(0, "two moments of each weight")
+    activations: int = setting(0, "kept from forward to backward, all layers")
+    layer: int = setting(0, "inside the layer that is being differentiated")
+    parcels: int = setting(0, "K and V rows in flight")
+    logits: int = setting(0, "of one slice of rows")
 
     @property
     def total(self) -> int:
@@ -126,7 +126,7 @@ def step_flops(settings: TrainSettings, world: int) -> float:
 def _measured_rate(settings: TrainSettings) -> float:
     """FLOP/s of growing steps of one sequence through at most two layers, until one takes long enough to be timed."""
     few = dataclasses.replace(settings.model, layers=min(2, settings.model.layers))
-    device = this_ranks_device()
+    device = local_device()
     model = LongNet(few).to(device.device, torch.float64 if settings.dtype == "float64" else torch.float32)
     model.checkpoint_layers(settings.recompute)
     tokens = min(_SHORTEST, settings.tokens)
@@ -140,7 +140,7 @@ def _measured_rate(settings: TrainSettings) -> float:
 
 
 def _step_seconds(model: LongNet, config: LongNetConfig, tokens: int, dtype: str) -> float:
-    device = this_ranks_device()
+    device = local_device()
     text = torch.randint(config.vocab_size, (1, tokens), device=device.device)
 
     def step() -> None:
