@@ -1,13 +1,14 @@
-# Everything runs in .venv, which is made once and again only when the project's requirements change.
+# Everything runs in .venv, which is created once, and updated when the project's requirements change.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 PEERS := $(VENV)/peers
 INTEGRATIONS := $(VENV)/integrations
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-integrations lint docs versions models figures bench scale clean
+.PHONY: help run test test-rest test-all lint errors dist docs versions models figures bench scale clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{ printf "  make %-18s %s\n", $$1, $$2 }'
@@ -15,23 +16,32 @@ help:  ## list the targets
 run: $(READY)  ## is the ring real? examine rings of 1, 2 and 4 local processes, and write a report (about 90 seconds)
 	@$(BIN)/ringspan verify
 
-test: lint  ## lint, types and tests (about 11 minutes)
-	@$(BIN)/python -m pytest -q -n 2 --dist loadgroup --ignore tests/integrations
+test: lint  ## lint, types and tests (about 4 minutes on two cores)
+	@$(PYTEST) -m "not slow" --ignore tests/integrations
 
-test-integrations: $(INTEGRATIONS)  ## tests and examples that need Transformers, DeepSpeed, Sphinx
+test-rest: $(INTEGRATIONS)  ## what test leaves out: slow tests, random tests with all examples, integrations (about 9 minutes)
+	@$(PYTEST) -m "slow or hypothesis" --hypothesis-profile full --ignore tests/integrations
 	@$(BIN)/python -m pytest -q tests/integrations
+
+test-all: test test-rest  ## test, then test-rest (about 13 minutes on two cores)
 
 docs: $(INTEGRATIONS)  ## build the documentation site into docs/_build (no network needed)
 	@$(BIN)/sphinx-build -q -W docs docs/_build
 	@echo "docs/_build/index.html"
 
-versions: test test-integrations  ## test everything, and list the versions in docs/versions.md
+versions: test-all  ## test everything, and list the versions in docs/versions.md
 	@$(BIN)/python docs/write_versions.py
 
 lint: $(READY)  ## lint and types only
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+
+errors: $(READY)  ## list all error messages, by file
+	@$(BIN)/python -m tests.list_errors
+
+dist: $(READY)  ## build sdist and wheel into dist/, and prove the wheel in a fresh environment (about 4 minutes)
+	@PYTHON=$(BIN)/python .ci/dist
 
 models: $(INTEGRATIONS)  ## compare every Transformers model type with eager attention, and write docs/transformers_models.md (15 minutes)
 	@$(BIN)/python -m benchmarks.transformers_models
@@ -50,8 +60,8 @@ bench: $(PEERS)  ## measure speed and memory and kill runs (about two and a half
 scale: $(READY)  ## measure growth with length and ring, and write docs/scale.md (half an hour, a quiet machine)
 	@$(BIN)/python -m benchmarks.scale
 
-clean:  ## remove .venv and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean:  ## remove .venv, dist and caches
+	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "ringspan needs Python 3.10 or newer, but $(PYTHON) is " + sys.version.split()[0] + "; try make PYTHON=python3.12")'
