@@ -60,5 +60,5 @@ def test_refusals() -> None:
         Layout("spiral", 4, 2)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="ring_size=0: a ring has at least 1 rank"):
         Layout("zigzag", 4, 0)
-    with pytest.raises(ValueError, match=r"rank=2: must lie in 0 .. 1"):
+    with pytest.raises(ValueError, match=r"rank=2"):
         Layout("zigzag", 4, 2).spans(2)

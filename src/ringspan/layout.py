@@ -1,7 +1,7 @@
 """Layouts: which rank of a ring holds which rows. Pure integers.
 
-The rows are cut into parts of nearly equal length: one for each rank (``"contiguous"``), or two
-(``"zigzag"``: parts i and 2k-1-i, one early and one late, which balances causal work).
+The sequence is cut into parts of nearly equal length: one per rank (``"contiguous"``), or two (``"zigzag"``: rank i of
+k holds parts i and 2k-1-i, one early and one late, which balances causal work).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LayoutName = Literal["contiguous", "zigzag"]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Rows ``start .. stop - 1`` of the sequence, which a rank keeps from its local row ``local`` on."""
+    """Rows ``start .. stop - 1`` of the sequence, stored on a rank from its local row ``local`` on."""
 
     start: int
     stop: int
@@ -35,7 +35,7 @@ class RankSpan:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How ``rows`` rows lie on ``ring_size`` ranks. Any numbers will do; a rank may hold no rows.
+    """How ``rows`` rows are distributed over ``ring_size`` ranks. Shards may be uneven, and a rank may hold no rows.
 
     >>> [Layout("zigzag", 10, 2).spans(rank) for rank in range(2)]
     [(Span(start=0, stop=2, local=0), Span(start=7, stop=10, local=2)), (Span(start=2, stop=7, local=0),)]
@@ -65,9 +65,9 @@ class Layout:
         return i if self.name == "contiguous" else min(i, self._cuts - 1 - i)
 
     def spans(self, rank: int) -> tuple[Span, ...]:
-        """The rank's rows, in the order in which it keeps them."""
+        """The rank's rows, in the order in which it stores them."""
         if not 0 <= rank < self.ring_size:
-            raise ValueError(f"rank={rank}: must lie in 0 .. {self.ring_size - 1}")
+            raise ValueError(f"rank={rank}: must be in 0 .. {self.ring_size - 1}")
         spans: list[Span] = []
         local = 0
         for i in dict.fromkeys((rank, self._cuts - 1 - rank) if self.name == "zigzag" else (rank,)):
@@ -82,11 +82,11 @@ class Layout:
         return tuple(spans)
 
     def rows_of(self, rank: int) -> int:
-        """How many rows the rank holds."""
+        """The number of rows that the rank holds."""
         return sum(span.stop - span.start for span in self.spans(rank))
 
     def rank_spans(self, start: int, stop: int) -> Iterator[RankSpan]:
-        """The rows ``start .. stop - 1`` by who holds them, in order; costs no more than there are parts."""
+        """Split rows ``start .. stop - 1`` by rank, in order. Takes time proportional to the number of spans."""
         held: RankSpan | None = None
         while start < stop:
             i = ((start + 1) * self._cuts - 1) // self.rows
@@ -103,6 +103,6 @@ class Layout:
 
 
 def check_layout_name(name: object) -> None:
-    """Raise unless this is the name of a layout."""
+    """Raise unless ``name`` is a layout."""
     if name not in get_args(LayoutName):
         raise ValueError(f"layout={name!r}: must be {' or '.join(map(repr, get_args(LayoutName)))}")

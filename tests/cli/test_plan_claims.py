@@ -77,7 +77,7 @@ def test_one_recommendation_with_the_figures_of_that_layout(pattern: str, tokens
 
 def test_rows_that_no_branch_selects_are_warned_of_as_by_the_library() -> None:
     page = run("--pattern", "2048x2,8192x4", "--no-measure")
-    assert "selects row 0 of KV head 1 in no branch" in page
+    assert "selects row 0 of KV head 1" in page
     (warning,) = run_json("--pattern", "2048x2,8192x4", "--no-measure")["warnings"]
     pattern = rs.Dilated((2048, 8192), (2, 4))
     with pytest.warns(UserWarning, match="selects row 0 of KV head 1") as caught:

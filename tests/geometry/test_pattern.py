@@ -99,7 +99,7 @@ def test_unselected_rows_are_found(pattern: rs.Dilated, n: int, kv_heads: int) -
         (
             dict(segment_lengths=(), dilation_rates=()),
             ValueError,
-            "at least one branch; for plain attention use Full()",
+            "use Full()",
         ),
         (dict(segment_lengths=(4, 8), dilation_rates=(1,)), ValueError, "2 segment_lengths but 1 dilation_rates"),
         (dict(segment_lengths=(4.0,), dilation_rates=(1,)), TypeError, "segment_lengths[0]=4.0: must be an int"),

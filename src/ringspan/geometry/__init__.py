@@ -1,6 +1,6 @@
 """Which rows see which: patterns, documents and combs, in pure integers.
 
-Nothing in this folder knows a tensor, a device or a process group.
+Nothing in this package uses tensors, devices or process groups.
 """
 
 from ringspan.geometry.comb import Comb, Lane, SegmentRun, group_heads, segment_runs

@@ -1,8 +1,7 @@
-"""Combs: the one shape that every set of rows has.
+"""Combs: every set of rows that a kernel reads has this one shape.
 
-Inside a segment the selected rows of a head are an arithmetic progression; over a run of equal
-segments, and over heads whose offsets rise by a constant, they form a regular comb. A comb is
-therefore one strided view of a tensor, read in place.
+Inside a segment, the selected rows of a head are an arithmetic progression. Over a run of equal segments, and over
+heads whose offsets rise by a constant, they form a regular comb, which is one strided view of a tensor, read in place.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from ringspan.geometry.pattern import Branch
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """The rows of one head in one piece: ``rows`` rows from ``start`` on, ``step`` apart."""
+    """The selected rows of one head in one segment: ``rows`` rows from ``start`` on, ``step`` apart."""
 
     start: int
     rows: int
@@ -45,14 +44,14 @@ class Comb:
     def __post_init__(self) -> None:
         for name in ("heads", "segments", "rows", "step"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: a comb has at least one; leave empty combs out")
+                raise ValueError(f"{name}={getattr(self, name)}: a comb has at least one; leave out empty combs")
         for name in ("head", "head_step", "start", "stride"):
             if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)}: a comb runs forward; split it where it would wrap")
+                raise ValueError(f"{name}={getattr(self, name)}: a comb never steps back; split it where it would wrap")
 
     @property
     def size(self) -> int:
-        """How many (row, head) pairs the comb holds."""
+        """The number of (row, head) pairs."""
         return self.heads * self.segments * self.rows
 
     def lane(self, i: int) -> tuple[int, ...]:
@@ -62,12 +61,11 @@ class Comb:
 
 
 def group_heads(*frames: Sequence[Lane], segments: int = 1, stride: int = 0) -> Iterator[tuple[Comb, ...]]:
-    """Gather neighbouring heads into combs, the same heads in every frame.
+    """Group adjacent heads into combs, with the same heads in every frame.
 
-    A frame gives one lane for each head: for a tile one frame is the queries' and one the keys'. A
-    run of heads goes on while, in every frame, the row counts stay equal and the starts rise by a
-    constant that is not negative. Heads without rows in some frame are left out. All frames repeat
-    over the same ``segments``, ``stride`` rows apart.
+    A frame has one lane per head: a tile has one frame for queries and one for keys. Heads are grouped as long as, in
+    every frame, row counts are equal and starts rise by a constant that is not negative. Heads without rows in some
+    frame are skipped. All frames repeat over the same ``segments``, ``stride`` rows apart.
 
     >>> lanes = [Lane(start, 4, 2) for start in (0, 1, 0, 1)]
     >>> [(comb.head, comb.heads) for comb, in group_heads(lanes)]
@@ -109,10 +107,10 @@ def group_heads(*frames: Sequence[Lane], segments: int = 1, stride: int = 0) -> 
 
 @dataclass(frozen=True, slots=True)
 class SegmentRun:
-    """``segments`` stretches of ``rows`` rows, one directly after the other, each in a segment of its own.
+    """Rows of ``segments`` consecutive segments, ``rows`` from each, without gaps.
 
-    ``start`` is the first row (a position in the document), ``phase`` the place of that row inside
-    its segment. Only whole segments come in runs, so ``phase`` is 0 wherever ``segments`` > 1.
+    ``start`` is the first row, as a position in the document; ``phase`` is the position of that row in its segment.
+    Only whole segments are grouped, so ``phase`` is 0 if ``segments`` > 1.
     """
 
     start: int
@@ -121,7 +119,7 @@ class SegmentRun:
     phase: int
 
     def lanes(self, rate: int, offsets: Sequence[int], origin: int = 0) -> list[Lane]:
-        """For each head's offset, the selected rows of the first stretch, counted from ``origin``."""
+        """For each head's offset, the selected rows of the first segment, relative to ``origin``."""
         lanes = []
         for offset in offsets:
             skipped = (offset - self.phase) % rate
@@ -130,7 +128,7 @@ class SegmentRun:
 
 
 def segment_runs(start: int, stop: int, branch: Branch) -> Iterator[SegmentRun]:
-    """The rows ``start .. stop - 1`` of a document as at most three segment_runs: head, whole segments, tail.
+    """Split rows ``start .. stop - 1`` of a document into at most three runs: a cut segment, whole ones, a cut one.
 
     >>> [(p.start, p.rows, p.segments, p.phase) for p in segment_runs(0, 10, Branch(4, 1, shift=1))]
     [(0, 3, 1, 1), (3, 4, 1, 0), (7, 3, 1, 0)]

@@ -1,4 +1,4 @@
-"""Packed documents: several sequences end to end in one row dimension; and what counts as an integer argument."""
+"""Packed documents: several sequences, one after another, in one row dimension. Also the check of integer arguments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def as_int(name: str, value: Any) -> int:
-    """The value as a plain int; a TypeError that names it if it is none."""
+    """The value as a plain int; raises a TypeError that names the argument if it is not an integer."""
     if not isinstance(value, bool):
         try:
             return operator.index(value)
@@ -20,7 +20,7 @@ def as_int(name: str, value: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """The lengths of the documents, in order; a document may be empty.
+    """The lengths of the packed documents, in order. A document may be empty.
 
     >>> list(Documents((3, 0, 2)).spans())
     [(0, 3), (3, 3), (3, 5)]
@@ -32,23 +32,23 @@ class Documents:
         object.__setattr__(self, "lengths", tuple(as_int(f"lengths[{i}]", x) for i, x in enumerate(self.lengths)))
         for i, length in enumerate(self.lengths):
             if length < 0:
-                raise ValueError(f"lengths[{i}]={length}: a document's length is at least 0")
+                raise ValueError(f"lengths[{i}]={length}: a document has at least 0 rows")
 
     @property
     def rows(self) -> int:
         return sum(self.lengths)
 
     def spans(self) -> Iterator[tuple[int, int]]:
-        """(first row, row after the last) of each document."""
+        """(start, stop) of each document."""
         start = 0
         for length in self.lengths:
             yield start, start + length
             start += length
 
     def check_rows(self, rows: int) -> None:
-        """Raise unless the documents fill exactly ``rows`` rows."""
+        """Raise unless the lengths add up to ``rows``."""
         if self.rows != rows:
             raise ValueError(
                 f"lengths add up to {self.rows}, but the sequence has {rows} rows: "
-                "every row belongs to one document; give padding a document of its own"
+                "every row belongs to exactly one document; make padding a document of its own"
             )

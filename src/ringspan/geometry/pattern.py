@@ -1,7 +1,6 @@
-"""Attention patterns and the definition of what they mean: `Full`, `Dilated`, and ``sees``.
+"""Attention patterns: `Full` and `Dilated`, which keys a query sees under each (``sees``), and their text form.
 
-The definition is in docs/semantics.md; the code below states it in integers, and everything else
-in the library is held to it.
+This is the definition in docs/semantics.md, in integers. The rest of the library is tested against it.
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ from typing import Literal, cast, get_args
 from ringspan.geometry.documents import as_int
 
 HeadOffsets = Literal["interleaved", "blocked"]
-_MOST_STRETCHES, _MOST_ROWS_LOOKED_AT = 256, 4096  # when looking for rows that no branch selects
+_MOST_INTERVALS, _MOST_ROWS_CHECKED = 256, 4096  # by `unselected_row`
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """One (segment length, dilation rate) of a pattern, with the shift of its segment borders."""
+    """One (segment length, dilation rate) pair of a pattern, with the shift of its segment borders."""
 
     segment_length: int
     rate: int
     shift: int = 0
 
     def sees(self, p: int, t: int, offset: int) -> bool:
-        """Whether query ``p`` sees key ``t``, causality aside, for a head with this offset."""
+        """Whether query ``p`` sees key ``t`` in a head with this offset, ignoring causality."""
         p, t = p + self.shift, t + self.shift
         return p // self.segment_length == t // self.segment_length and all(
             x % self.segment_length % self.rate == offset for x in (p, t)
@@ -37,7 +36,7 @@ class Branch:
 
 @dataclass(frozen=True)
 class Full:
-    """Plain attention: every query sees every key (under causality: every key up to itself).
+    """Full attention: every query sees every key or, if causal, every key up to its own position.
 
     >>> Full().sees(0, 5)
     1
@@ -58,12 +57,12 @@ class Full:
         return (0,) * kv_heads
 
     def for_heads(self, first: int, total: int) -> Full:
-        """All heads are alike: which of them the tensors hold makes no difference."""
+        """The pattern itself: all heads see the same keys."""
         _check_first_of_total(first, total)
         return self
 
     def check_heads(self, kv_heads: int) -> None:
-        """Any number of heads will do."""
+        """Accepts any number of heads."""
 
     def sees(self, p: int, t: int, *, head: int = 0, kv_heads: int = 1, causal: bool = False) -> int:
         """m(p, t): 1 if query ``p`` sees key ``t``, else 0."""
@@ -72,15 +71,15 @@ class Full:
 
 @dataclass(frozen=True)
 class Dilated:
-    """LongNet's dilated attention: one branch for each (segment length, dilation rate).
+    """LongNet's dilated attention: one branch per (segment length, dilation rate) pair.
 
     Args:
-        segment_lengths: rows per segment of each branch.
-        dilation_rates: in a branch with rate r, every r-th row of a segment takes part.
-        head_offsets: where the comb of KV head c starts: ``"interleaved"`` (the paper) c mod r, or
-            ``"blocked"`` (torchscale) c // ceil(kv_heads / r).
-        shift: moves the borders between segments, so that layers can alternate.
-        first_head, total_heads: set by `for_heads`; ``total_heads=0`` means "as many as the tensors hold".
+        segment_lengths: rows per segment, one for each branch.
+        dilation_rates: one for each branch; rate r selects every r-th row of a segment.
+        head_offsets: the first selected row for KV head c: ``"interleaved"`` (the LongNet paper) is c mod r,
+            ``"blocked"`` (torchscale) is c // ceil(kv_heads / r).
+        shift: moves the borders between segments, so that they can differ between layers.
+        first_head, total_heads: set by `for_heads`; ``total_heads=0`` means all heads are in the tensors.
 
     >>> pattern = Dilated((4, 8), (1, 2))
     >>> [t for t in range(16) if pattern.sees(5, t, head=1, kv_heads=2)]
@@ -105,11 +104,11 @@ class Dilated:
                     raise ValueError(f"{name}[{i}]={value}: {rule}")
             object.__setattr__(self, name, values)
         if not self.segment_lengths:
-            raise ValueError("segment_lengths=(): a pattern has at least one branch; for plain attention use Full()")
+            raise ValueError("segment_lengths=(): a pattern has at least one branch; for full attention use Full()")
         if len(self.segment_lengths) != len(self.dilation_rates):
             raise ValueError(
                 f"{len(self.segment_lengths)} segment_lengths but {len(self.dilation_rates)} dilation_rates: "
-                "give one rate for each segment length"
+                "give one rate per segment length"
             )
         if self.head_offsets not in get_args(HeadOffsets):
             choices = " or ".join(map(repr, get_args(HeadOffsets)))
@@ -117,7 +116,9 @@ class Dilated:
         for name in ("shift", "first_head", "total_heads"):
             object.__setattr__(self, name, as_int(name, getattr(self, name)))
         if self.shift < 0:
-            raise ValueError(f"shift={self.shift}: must be at least 0; to move borders back, add a segment length")
+            raise ValueError(
+                f"shift={self.shift}: must be at least 0; to move borders the other way, add a segment length"
+            )
         if self.total_heads or self.first_head:
             _check_first_of_total(self.first_head, self.total_heads)
 
@@ -172,7 +173,7 @@ class Dilated:
         return tuple(c // block for c in heads)
 
     def for_heads(self, first: int, total: int) -> Dilated:
-        """The same pattern for tensors that hold the KV heads from ``first`` on, of ``total`` (tensor parallelism).
+        """The same pattern for tensors that hold only some heads (tensor parallelism): from ``first`` on, of ``total``.
 
         >>> Dilated((8,), (4,)).for_heads(2, 4).offsets(4, kv_heads=2)
         (2, 3)
@@ -181,7 +182,7 @@ class Dilated:
         return replace(self, first_head=first, total_heads=total)
 
     def check_heads(self, kv_heads: int) -> None:
-        """Raise if tensors with this many KV heads cannot be the ones that `for_heads` announced."""
+        """Raise if tensors with this many KV heads contradict `for_heads`."""
         if self.total_heads and self.first_head + kv_heads > self.total_heads:
             raise ValueError(
                 f"for_heads(first={self.first_head}, total={self.total_heads}) leaves room for "
@@ -190,7 +191,7 @@ class Dilated:
             )
 
     def sees(self, p: int, t: int, *, head: int = 0, kv_heads: int = 1, causal: bool = False) -> int:
-        """m(p, t): in how many branches query ``p`` sees key ``t``, for KV head ``head`` of ``kv_heads``."""
+        """m(p, t): the number of branches in which query ``p`` sees key ``t``, for KV head ``head`` of ``kv_heads``."""
         if causal and t > p:
             return 0
         return sum(branch.sees(p, t, self.offsets(branch.rate, kv_heads)[head]) for branch in self.branches(1))
@@ -230,9 +231,9 @@ def parse_pattern(text: str, read_count: Callable[[str], int] = int) -> Pattern:
 
 
 def unselected_row(pattern: Pattern, rows: int, kv_heads: int) -> tuple[int, int] | None:
-    """The first (row, head) that no branch selects, or None. Looks at 256 stretches between borders of segments.
+    """The first (row, head) that no branch selects, or None. Checks the first 256 intervals between segment borders.
 
-    Every pattern with a rate of 1 selects every row. Inside a stretch, what is selected repeats with the rates.
+    A pattern with a rate of 1 selects every row. Between two borders, the selection repeats with the rates.
 
     >>> unselected_row(Dilated((4999, 100_000), (2, 2), shift=4999), 20_000, kv_heads=1)
     (5000, 0)
@@ -240,10 +241,10 @@ def unselected_row(pattern: Pattern, rows: int, kv_heads: int) -> tuple[int, int
     branches = pattern.branches(rows)
     if any(branch.rate == 1 for branch in branches):
         return None
-    period = min(lcm(*(branch.rate for branch in branches)), _MOST_ROWS_LOOKED_AT)
+    period = min(lcm(*(branch.rate for branch in branches)), _MOST_ROWS_CHECKED)
     offsets = [pattern.offsets(branch.rate, kv_heads) for branch in branches]
     start = 0
-    for _ in range(_MOST_STRETCHES):
+    for _ in range(_MOST_INTERVALS):
         stop = min(start + b.segment_length - (start + b.shift) % b.segment_length for b in branches)
         for row in range(start, min(stop, start + period, rows)):
             for head in range(kv_heads):
@@ -254,7 +255,7 @@ def unselected_row(pattern: Pattern, rows: int, kv_heads: int) -> tuple[int, int
 
 
 def unselected_warning(pattern: Pattern, rows: int, kv_heads: int) -> str:
-    """What to tell the user about rows that no branch selects; empty if there are none.
+    """A warning about rows that no branch selects; empty if there are none.
 
     >>> unselected_warning(Dilated((8,), (1,)), 16, kv_heads=1)
     ''
@@ -263,18 +264,18 @@ def unselected_warning(pattern: Pattern, rows: int, kv_heads: int) -> str:
     if found is None:
         return ""
     return (
-        f"{pattern} selects row {found[0]} of KV head {found[1]} in no branch: such rows see nothing and "
-        "their output is 0. Add a branch with dilation rate 1 if that is not meant."
+        f"pattern {pattern.text}: no branch selects row {found[0]} of KV head {found[1]}. Such rows see nothing, and "
+        "their output is 0. To avoid this, add a branch with dilation rate 1."
     )
 
 
 def _int_tuple(name: str, values: object) -> tuple[int, ...]:
     if isinstance(values, str) or not isinstance(values, Iterable):
-        raise TypeError(f"{name}={values!r}: must be a sequence of ints, one for each branch")
+        raise TypeError(f"{name}={values!r}: must be a sequence of ints, one per branch")
     return tuple(as_int(f"{name}[{i}]", value) for i, value in enumerate(values))
 
 
 def _check_first_of_total(first: int, total: int) -> None:
     first, total = as_int("first", first), as_int("total", total)
     if not 0 <= first < total:
-        raise ValueError(f"first={first}, total={total}: the first KV head held must lie in 0 .. total - 1")
+        raise ValueError(f"first={first}, total={total}: first must be in 0 .. total - 1")
