@@ -27,10 +27,12 @@ NOWHERE = Path("/proc/ringspan")  # nobody can write there, not even root
     ("command", "words"),
     [
         ("train /no/such/folder", "/no/such/folder: no such file or folder"),
-        (f"train --tokens 64 --steps 1 --out {NOWHERE}", f"{NOWHERE}: cannot be written"),
-        ("generate /no/such/run", "a saved model is a folder with"),
+        pytest.param(
+            f"train --tokens 64 --steps 1 --out {NOWHERE}", f"{NOWHERE}: cannot be written", marks=pytest.mark.slow
+        ),
+        pytest.param("generate /no/such/run", "a saved model is a folder with", marks=pytest.mark.slow),
         ("verify --layout round", "must be 'contiguous' or 'zigzag'"),
-        ("--nothing", "No such option: --nothing"),
+        pytest.param("--nothing", "No such option: --nothing", marks=pytest.mark.slow),
     ],
 )
 def test_under_torchrun_an_error_is_printed_once(command: str, words: str, tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from ringspan.cli.app import app
 from ringspan.models import LongNet, LongNetConfig
 from ringspan.train.config import TrainSettings
 from tests.ranks import starts_processes
@@ -84,6 +86,6 @@ def test_json_alone_and_over_two_ranks_gathered_and_sharded_is_one_text(run: Pat
 )
 def test_bad_values_are_refused_with_the_way_out(run: Path, arguments: tuple[str, ...], reason: str) -> None:
     first = () if arguments[0].startswith("/") else (str(run),)
-    done = ringspan("generate", *first, *arguments)
-    assert done.returncode == 2
-    assert reason in " ".join(done.stderr.decode().replace("│", " ").split())
+    done = CliRunner().invoke(app, ["generate", *first, *arguments], env={"COLUMNS": "200"})
+    assert done.exit_code == 2, done.output
+    assert reason in " ".join(done.stderr.replace("│", " ").split())

@@ -23,7 +23,7 @@ pytestmark = starts_processes
 ROOT = Path(__file__).parent.parent.parent
 SMALL = (
     *("train", str(ROOT / "src/ringspan"), "--model", "nano", "--segment-lengths", "32,256", "--dilation-rates", "1,4"),
-    *("--tokens", "4k", "--steps", "40", "--save-every", "1000"),
+    *("--tokens", "4k", "--steps", "20", "--save-every", "1000"),
 )
 HANG = 300  # seconds
 
@@ -86,10 +86,10 @@ def test_training_saves_first_and_continues_as_if_nothing_had_happened(ranks: in
     started.interrupt()
     output, errors = started.end()
     done = steps_of(run)
-    assert 3 <= done < 40
+    assert 3 <= done < 20
     checkpoint = run / f"checkpoints/step-{done:08d}"
     assert (checkpoint / "manifest.json").is_file()
-    sentence = f"Interrupted after step {done} of 40: the checkpoint is {checkpoint}. To continue, run the same command"
+    sentence = f"Interrupted after step {done} of 20: the checkpoint is {checkpoint}. To continue, run the same command"
     assert errors.count(sentence) == 1
     assert output.count("Press Ctrl-C again to stop at once.") == 1
     if not ranks:  # torchrun itself ends with its own traceback and status
