@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import ringspan as rs
+from draw_ring import draw_ring
 from ringspan.draw import draw_pattern, draw_schedule, draw_work, scaled_down
 
 FIGURES = Path(__file__).parent / "figures"
@@ -18,6 +19,7 @@ def main() -> None:
     small_contiguous, note = scaled_down(contiguous)
     small_zigzag, _ = scaled_down(zigzag)
     pictures = {
+        "ring": draw_ring(),
         "worked_example": draw_pattern(example, 16, 2),
         "worked_example_causal": draw_pattern(example, 16, 2, causal=True),
         "longnet_causal": draw_pattern(longnet, 32, 3, causal=True),
