@@ -19,6 +19,7 @@ from ringspan.geometry import parse_pattern
 from ringspan.order import parse_order
 from ringspan.ring.backend import find_ring
 from ringspan.ring.simulated import ALONE
+from ringspan.validation import warn_if_transposed, warn_if_unselected
 
 Values = tuple[Any, ...]
 
@@ -52,6 +53,9 @@ def attention_op(
     """Output, lse, and the length of the whole sequence as the ranks agreed on it."""
     call = _call(pattern, order, causal, scale, kernel, ring)
     out, lse, whole = call.forward(q, k, v, lengths, seq_len, needs)
+    if seq_len is None:
+        warn_if_transposed(whole, q.shape[2])
+    warn_if_unselected(call.pattern, whole, k.shape[2])
     return out, lse, torch.tensor(whole, dtype=torch.int64)
 
 

@@ -1,20 +1,26 @@
-"""What users call: `attention`, with every argument checked before anything is computed."""
+"""`attention`: checks every argument, then calls the operator."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from ringspan._op import attention_op
-from ringspan.geometry import Documents, Pattern, as_int
+from ringspan.geometry import Pattern, as_int
 from ringspan.order import FoldedOrder, Order
 from ringspan.ring import Ring, SimulatedRing
-from ringspan.validation import autocast, check_operands, check_pattern, check_tensors, kernel_for, scale_for
-
-Lengths = Sequence[int] | Tensor
+from ringspan.validation import (
+    Lengths,
+    autocast,
+    check_operands,
+    check_pattern,
+    check_tensors,
+    kernel_for,
+    packed_lengths,
+    scale_for,
+)
 
 
 @overload
@@ -27,6 +33,7 @@ def attention(
     causal: bool = ...,
     scale: float | None = ...,
     lengths: Lengths | None = ...,
+    cu_seqlens: Lengths | None = ...,
     order: Order | None = ...,
     return_lse: Literal[False] = ...,
     kernel: str | None = ...,
@@ -45,6 +52,7 @@ def attention(
     causal: bool = ...,
     scale: float | None = ...,
     lengths: Lengths | None = ...,
+    cu_seqlens: Lengths | None = ...,
     order: Order | None = ...,
     return_lse: Literal[True],
     kernel: str | None = ...,
@@ -62,6 +70,7 @@ def attention(
     causal: bool = False,
     scale: float | None = None,
     lengths: Lengths | None = None,
+    cu_seqlens: Lengths | None = None,
     order: Order | None = None,
     return_lse: bool = False,
     kernel: str | None = None,
@@ -71,29 +80,30 @@ def attention(
     """Exact attention under a pattern.
 
     Args:
-        q: (batch, seq, heads, dim).
-        k, v: (batch, seq, kv_heads, dim), where kv_heads divides heads: query head j reads KV head
+        q: (batch, seq, heads, head_dim).
+        k, v: (batch, seq, kv_heads, head_dim), where kv_heads divides heads: query head j reads KV head
             j // (heads // kv_heads).
         pattern: `Dilated(...)` or `Full()`.
         causal: whether a query sees only keys up to its own position.
-        scale: factor of the scores, any finite number; dim ** -0.5 by default.
-        lengths: packed documents: the row dimension holds sequences of these lengths end to end, each with
-            positions of its own. A sequence of ints or, so that torch.compile need not compile anew when they
-            change, an int64 tensor.
-        order: the order in which the pattern sees the rows: `rs.Hilbert(shape)` and its like; results come back in the
-            order of the inputs. Without causality this is undo(attention(apply(q), apply(k), apply(v))). With it, only
-            a folded order (`rs.Hilbert.folded`): the pattern sees rows along the curve, and no query a later row.
-            Packed documents are ordered each by itself.
-        return_lse: also return the log-sum-exp of the scores, (batch, heads, seq); differentiable too.
-        kernel: the name of a kernel (`ringspan.kernels.names()`); by default the best for device and dtype.
-        ring: spreads the sequence over devices. With a `Ring`, q, k and v are this rank's rows (`Ring.split_sequence`),
-            and so is what is returned; ``lengths`` are those of the whole sequence. With a `SimulatedRing` all are
-            whole.
-        seq_len: the length of the whole sequence, if known. Then ranks exchange nothing but parcels, and do not compare
-            notes first.
+        scale: factor of the scores before the softmax, any finite number; head_dim ** -0.5 by default.
+        lengths: packed documents: the rows hold documents of these lengths, one after another. Each is a sequence of
+            its own: positions restart at 0, and no document sees another. Ints, or an int64 tensor; with a tensor,
+            torch.compile does not recompile when the values change.
+        cu_seqlens: the same documents as offsets (0, n1, n1 + n2, ..), as in flash-attn. Ints, or an int32 or int64
+            tensor.
+        order: the order in which the pattern sees the rows, such as `rs.Hilbert(shape)`. Results come back in the order
+            of the inputs. Without causality this is undo(attention(apply(q), apply(k), apply(v))). With causality, only
+            a folded order (`rs.Hilbert.folded`) is possible: the pattern follows the curve, and no query sees a later
+            row. Each packed document is ordered separately.
+        return_lse: also return the log-sum-exp of the scores, (batch, heads, seq), which is differentiable too.
+        kernel: the name of a kernel (`ringspan.kernels.names()`); by default the best one for the device and dtype.
+        ring: splits the sequence over devices. With a `Ring`, q, k, v and the results are this rank's rows
+            (`Ring.split_sequence`); ``lengths`` and ``cu_seqlens`` describe the whole sequence. With a `SimulatedRing`,
+            all tensors are whole.
+        seq_len: the length of the whole sequence. If given, skips the all-gather that checks that all ranks agree.
 
     Returns:
-        (batch, seq, heads, dim) in the dtype of q. A row that sees nothing is 0, and its lse is -inf.
+        (batch, seq, heads, head_dim) in the dtype of q. A row that sees nothing is 0, and its lse is -inf.
 
     Under `torch.autocast`, q, k and v are cast to its dtype, as in PyTorch's own attention. Gradients are reverse-mode
     only: forward-mode derivatives (`torch.func.jvp`) raise NotImplementedError.
@@ -117,8 +127,8 @@ def attention(
         )
     seq_len = None if seq_len is None else as_int("seq_len", seq_len)
     if ring is None and seq_len is not None and seq_len != q.shape[1]:
-        raise ValueError(f"seq_len={seq_len}, but q has {q.shape[1]} rows: without a ring they are the same")
-    packed = None if lengths is None else _lengths_tensor(lengths)
+        raise ValueError(f"seq_len={seq_len}, but q has {q.shape[1]} rows: must be equal without a ring")
+    packed = packed_lengths(lengths, cu_seqlens, seq_len if isinstance(ring, Ring) else q.shape[1])
     factor = scale_for(scale, q)
     needs = [torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)]
     ring_name = "" if ring is None else ring.name
@@ -136,19 +146,7 @@ def _check_order(order: Any, causal: bool) -> None:
         raise TypeError(f"order={order!r}: must be an order such as Hilbert(shape) or Hilbert.folded(segment_length)")
     if causal and not isinstance(order, FoldedOrder):
         raise ValueError(
-            f"order={order!r} with causal=True: later rows would come before earlier ones. If causality is meant along "
-            "the curve, order the data once, before the model and before the split, and call attention without order=; "
-            "for a sequence without a grid use Hilbert.folded(segment_length)"
+            f"order={order!r} with causal=True: the order puts later rows before earlier ones. For causality along the "
+            "curve, reorder the data once, before the model and the split, and call attention without order=. For a "
+            "sequence without a grid, use Hilbert.folded(segment_length)"
         )
-
-
-def _lengths_tensor(lengths: Lengths) -> Tensor:
-    if isinstance(lengths, Tensor):
-        if lengths.dtype != torch.int64 or lengths.dim() != 1:
-            raise ValueError(
-                f"lengths is {lengths.dtype} of shape {tuple(lengths.shape)}: must be int64, one number a document"
-            )
-        return lengths
-    if not isinstance(lengths, Sequence):
-        raise TypeError(f"lengths={lengths!r}: must be a sequence of ints or an int64 tensor, one number a document")
-    return torch.tensor(Documents(tuple(lengths)).lengths, dtype=torch.int64)

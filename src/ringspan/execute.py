@@ -6,16 +6,15 @@ call under an order can take one pass per branch (`ringspan.order.passes`); the 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from ringspan.engine import BackwardRun, ForwardRun
-from ringspan.geometry import Documents, Pattern, unselected_warning
+from ringspan.geometry import Documents, Pattern
 from ringspan.kernels import Kernel
 from ringspan.layout import Layout
 from ringspan.order import Order, Pass, check_fits, passes
@@ -46,9 +45,6 @@ class Call:
     ) -> tuple[Tensor, Tensor, int]:
         """Output, lse, and the length of the whole sequence as the ranks agreed on it."""
         layout = self.backend.agree(q.shape[1], lambda: self._metadata(q, k, v, lengths, needs), seq_len, q)
-        if seq_len is None:
-            _warn_if_transposed(layout.rows, q.shape[2])
-        _warn_if_unselected(self.pattern, layout.rows, k.shape[2])
         start = partial(ForwardRun, scale=self.scale, kernel=self.kernel)
         ranks: list[list[Any]] = []
         for rows in self._passes(layout, lengths):
@@ -103,10 +99,10 @@ class Call:
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, needs: Sequence[bool]
     ) -> dict[str, Any]:
         """What ranks must agree on, and the fingerprint of their rows."""
-        batch, _, heads, dim = q.shape
+        batch, _, heads, head_dim = q.shape
         return {
             "call": "attention",
-            "batch, heads, kv_heads, dim": (batch, heads, k.shape[2], dim),
+            "batch, heads, kv_heads, head_dim": (batch, heads, k.shape[2], head_dim),
             "dtype": str(q.dtype),
             "lengths": None if lengths is None else digest(str(lengths.tolist())),
             "who needs gradients (q, k, v)": tuple(needs),
@@ -157,21 +153,3 @@ class _PassOverRows:
             return RankPlan(rank, self.layout.rows_of(rank), kv_heads, (Hop(),), ())
         one = self.one
         return plan_rank(one.pattern, self.documents, self.layout, rank, kv_heads, one.causal, self.backend.routing)
-
-
-@lru_cache(maxsize=256)
-def _warn_if_transposed(rows: int, heads: int) -> None:
-    """Many heads over few rows: probably a tensor of another layout."""
-    if heads >= 64 and 4 * rows <= heads:
-        warnings.warn(
-            f"q has {heads} heads over a sequence of {rows} rows. ringspan takes (batch, seq, heads, dim): if yours is "
-            "(batch, heads, seq, dim), as in torch's scaled_dot_product_attention, pass x.transpose(1, 2).",
-            stacklevel=2,
-        )
-
-
-@lru_cache(maxsize=256)
-def _warn_if_unselected(pattern: Pattern, rows: int, kv_heads: int) -> None:
-    warning = unselected_warning(pattern, rows, kv_heads)
-    if warning:
-        warnings.warn(warning, stacklevel=2)

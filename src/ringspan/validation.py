@@ -1,31 +1,46 @@
-"""What q, k, v and the options of a call must be, checked before anything is computed: errors name the value, the rule
-and the way out. `ringspan.attention` and decoding share these doors.
+"""Checks and conversions of the arguments of a call: tensors, patterns, kernels, scale and packed documents.
+
+Attention, decoding, planning and streaming share them. Each error states the value, the rule and the way out. Nothing
+is computed here.
 """
 
 from __future__ import annotations
 
+import inspect
+import os
+import warnings
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from ringspan import kernels
-from ringspan.geometry import Dilated, Full
+from ringspan.geometry import Dilated, Documents, Full, Pattern, as_int, unselected_warning
 from ringspan.kernels import Kernel
+
+Lengths: TypeAlias = "Iterable[int] | Tensor"
+# Warnings point at the first line of the call stack that is in neither of these folders.
+_LIBRARY_FOLDERS = tuple(os.path.dirname(file) + os.sep for file in (__file__, torch.__file__))
+_OFFSETS_EXAMPLE = "(0, n1, n1 + n2, ..)"
 
 
 def check_tensors(q: Any, k: Any, v: Any) -> None:
+    """Raise unless q, k and v are 4-D tensors without forward-mode tangents."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}: must be a torch.Tensor")
         if x.dim() != 4:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}: must be (batch, seq, heads, dim)")
+            raise ValueError(f"{name} has shape {tuple(x.shape)}: must be (batch, seq, heads, head_dim)")
     _check_reverse_mode(q, k, v)
 
 
 def check_operands(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise unless dtypes, devices and shapes of q, k and v agree. Call it after `autocast`."""
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
             raise ValueError(f"{name} is {x.dtype}, but q is {q.dtype}: all three need one dtype; cast with .to()")
@@ -35,23 +50,21 @@ def check_operands(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"q is {q.dtype}: attention needs floating-point numbers; cast with .to()")
     if k.shape != v.shape:
         raise ValueError(f"k has shape {tuple(k.shape)}, v has {tuple(v.shape)}: they must be equal")
-    for dim, what in ((0, "batch"), (1, "seq"), (3, "dim")):
+    for dim, what in ((0, "batch"), (1, "seq"), (3, "head_dim")):
         if q.shape[dim] != k.shape[dim]:
             raise ValueError(
                 f"q has shape {tuple(q.shape)}, k has {tuple(k.shape)}: {what} must be equal "
-                f"(shapes are (batch, seq, heads, dim))"
+                f"(shapes are (batch, seq, heads, head_dim))"
             )
-    heads, kv_heads, dim = q.shape[2], k.shape[2], q.shape[3]
-    if heads == 0 or kv_heads == 0 or dim == 0:
-        raise ValueError(f"q has shape {tuple(q.shape)}, k has {tuple(k.shape)}: heads and dim must be at least 1")
+    heads, kv_heads, head_dim = q.shape[2], k.shape[2], q.shape[3]
+    if heads == 0 or kv_heads == 0 or head_dim == 0:
+        raise ValueError(f"q has shape {tuple(q.shape)}, k has {tuple(k.shape)}: heads and head_dim must be at least 1")
     if heads % kv_heads:
-        raise ValueError(
-            f"q has {heads} heads, k and v have {kv_heads}: the number of KV heads must divide that of query heads"
-        )
+        raise ValueError(f"q has {heads} heads, k and v have {kv_heads}: the KV heads must divide the query heads")
 
 
 def _check_reverse_mode(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Refuse dual tensors: a custom operator has no forward-mode derivative, and torch would take it for 0."""
+    """Refuse dual tensors: torch would treat the missing forward-mode derivative of a custom operator as 0."""
     if any(unpack_dual(x).tangent is not None for x in (q, k, v)):
         raise NotImplementedError(
             "forward-mode derivatives (torch.func.jvp, jacfwd, linearize, forward_ad): ringspan's attention has "
@@ -61,13 +74,14 @@ def _check_reverse_mode(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_pattern(pattern: Any, kv_heads: int) -> None:
+    """Raise unless ``pattern`` is a pattern for tensors with this many KV heads."""
     if not isinstance(pattern, (Full, Dilated)):
         raise TypeError(f"pattern={pattern!r}: must be Dilated(segment_lengths, dilation_rates) or Full()")
     pattern.check_heads(kv_heads)
 
 
 def kernel_for(name: str | None, q: Tensor) -> Kernel:
-    """The kernel of this name, or the best for the device and dtype of q; an error if it does not take them."""
+    """The kernel with this name, or the best one for the device and dtype of q. Raises if it does not support them."""
     chosen = kernels.choose(q.device, q.dtype).kernel if name is None else kernels.get(name)
     refusal = chosen.contract.refusal(q.device.type, q.dtype, q.shape[-1])
     if refusal:
@@ -76,7 +90,7 @@ def kernel_for(name: str | None, q: Tensor) -> Kernel:
 
 
 def scale_for(scale: Any, q: Tensor) -> float:
-    """The factor of the scores: as given, or dim ** -0.5."""
+    """The softmax scale: as given, or head_dim ** -0.5."""
     if scale is None:
         return float(q.shape[-1] ** -0.5)
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
@@ -88,7 +102,7 @@ def scale_for(scale: Any, q: Tensor) -> float:
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors as `torch.autocast` would have them, as in PyTorch's own attention."""
+    """The tensors, cast to the dtype of `torch.autocast` if it is enabled, as PyTorch's own attention does."""
     device = tensors[0].device.type
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return tensors
@@ -97,7 +111,109 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Attention chooses its dtypes itself: under autocast its fp32 products would be cast down again."""
+    """Disables autocast, which would cast the fp32 products inside attention down again."""
     if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
+
+
+def packed_lengths(lengths: Any, cu_seqlens: Any, seq_len: int | None) -> Tensor | None:
+    """Lengths of packed documents as an int64 tensor, from ``lengths`` or from offsets. None if both are None.
+
+    Args:
+        lengths: one length per document: ints, or a 1-D int64 tensor.
+        cu_seqlens: offsets (0, n1, n1 + n2, ..), one more than there are documents: ints, or a 1-D tensor of int32 or
+            int64.
+        seq_len: length of the whole sequence, where it is known; the last offset must equal it.
+
+    torch.compile traces the conversion of tensors as one operator, so other values do not recompile.
+
+    >>> packed_lengths(None, (0, 3, 3, 5), 5).tolist()
+    [3, 0, 2]
+    """
+    if cu_seqlens is None:
+        return None if lengths is None else _lengths_tensor(lengths)
+    if lengths is not None:
+        raise ValueError("both lengths and cu_seqlens are given: they state the same documents; leave one out")
+    if isinstance(cu_seqlens, Tensor):
+        if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1:
+            raise ValueError(
+                f"cu_seqlens is {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}: must be int32 or int64 with one "
+                f"dimension: {_OFFSETS_EXAMPLE}"
+            )
+    elif isinstance(cu_seqlens, Iterable):
+        offsets = [as_int(f"cu_seqlens[{i}]", x) for i, x in enumerate(cu_seqlens)]
+        cu_seqlens = torch.tensor(offsets, dtype=torch.int64)
+    else:
+        raise TypeError(f"cu_seqlens={cu_seqlens!r}: must be offsets {_OFFSETS_EXAMPLE}, as ints or as a tensor")
+    return lengths_of_offsets_op(cu_seqlens, seq_len)
+
+
+def document_lengths(lengths: Any, cu_seqlens: Any, seq_len: int | None) -> tuple[int, ...] | None:
+    """The same as plain ints, for code that is not compiled."""
+    packed = packed_lengths(lengths, cu_seqlens, seq_len)
+    return None if packed is None else tuple(packed.tolist())
+
+
+def _lengths_tensor(lengths: Any) -> Tensor:
+    if isinstance(lengths, Tensor):
+        if lengths.dtype != torch.int64 or lengths.dim() != 1:
+            raise ValueError(
+                f"lengths is {lengths.dtype} of shape {tuple(lengths.shape)}: must be int64, one number per document"
+            )
+        return lengths
+    if not isinstance(lengths, Iterable):
+        raise TypeError(f"lengths={lengths!r}: must be a sequence of ints or an int64 tensor, one number per document")
+    return torch.tensor(Documents(tuple(lengths)).lengths, dtype=torch.int64)
+
+
+@torch.library.custom_op("ringspan::lengths_of_offsets", mutates_args=())
+def lengths_of_offsets_op(cu_seqlens: Tensor, seq_len: int | None) -> Tensor:
+    """Differences of the offsets, int64, on the CPU. Raises if they are not offsets of a sequence of this length."""
+    offsets = cu_seqlens.tolist()
+    if not offsets or offsets[0] != 0:
+        raise ValueError(f"cu_seqlens begins with {offsets[0] if offsets else 'nothing'}: must begin with 0")
+    for i, (start, stop) in enumerate(pairwise(offsets)):
+        if stop < start:
+            raise ValueError(f"cu_seqlens[{i + 1}]={stop} after {start}: offsets must not decrease")
+    if seq_len is not None and offsets[-1] != seq_len:
+        raise ValueError(
+            f"cu_seqlens ends with {offsets[-1]}, but the sequence has {seq_len} rows: must end with the sequence "
+            "length; give padding a document of its own"
+        )
+    return torch.tensor([stop - start for start, stop in pairwise(offsets)], dtype=torch.int64)
+
+
+@lengths_of_offsets_op.register_fake
+def _lengths_of_offsets_fake(cu_seqlens: Tensor, seq_len: int | None) -> Tensor:
+    return torch.empty(cu_seqlens.shape[0] - 1, dtype=torch.int64)
+
+
+def warn_if_transposed(seq_len: int, heads: int) -> None:
+    """Warn when many heads meet few rows: the tensors are probably (batch, heads, seq, head_dim)."""
+    if heads >= 64 and 4 * seq_len <= heads:
+        _warn_once(
+            f"q has {heads} heads and a sequence of {seq_len} rows. ringspan takes (batch, seq, heads, head_dim). If "
+            "yours is (batch, heads, seq, head_dim), as in torch's scaled_dot_product_attention, pass "
+            "q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), and transpose the result back. If not, pass "
+            "seq_len= to silence this warning."
+        )
+
+
+def warn_if_unselected(pattern: Pattern, seq_len: int, kv_heads: int) -> None:
+    """Warn when no branch of the pattern selects some (row, head)."""
+    message = _unselected_warning(pattern, seq_len, kv_heads)
+    if message:
+        _warn_once(message)
+
+
+_unselected_warning = lru_cache(maxsize=256)(unselected_warning)
+
+
+@lru_cache(maxsize=256)
+def _warn_once(message: str) -> None:
+    """Warn at the caller's line: the first one that is neither in ringspan nor in torch."""
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARY_FOLDERS):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)

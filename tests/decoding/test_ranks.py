@@ -167,9 +167,9 @@ def test_misuse_raises() -> None:
     options: dict[str, Any] = dict(kv_heads=2, head_dim=4)
     cache = rs.Cache(rs.Full(), **options)
     rs.attention_step(x, x, x, cache)
-    with pytest.raises(ValueError, match=r"the cache has seen \(20,\) tokens: a prompt over a ring begins a text"):
+    with pytest.raises(ValueError, match=r"has seen \(20,\) tokens"):
         rs.attention_prefill(mine, mine, mine, cache, ring=ring)
-    with pytest.raises(ValueError, match="the cache is sharded over"):
+    with pytest.raises(ValueError, match="cache is sharded over"):
         rs.attention_prefill(mine, mine, mine, rs.Cache(rs.Full(), ring=other, **options), ring=ring)
     sharded = rs.Cache(rs.Full(), ring=ring if ring.rank else None, **options)
     with pytest.raises(rs.RingError, match="ranks disagree on cache: gathered on rank 0; sharded on rank"):
@@ -186,12 +186,14 @@ def test_different_prompts_raise_before_anything_is_sent() -> None:
         rs.attention_prefill(q, mine, mine, cache, ring=ring, **options)
 
     pattern = rs.Dilated((8, 32), (1, 4))
-    with pytest.raises(rs.RingError, match=r"ranks disagree on pattern: dilated 8x1 32x4 .* on rank 0; dilated 8x1 3"):
+    with pytest.raises(rs.RingError, match=r"disagree on pattern: .* on rank 0; "):
         prefill(rs.Dilated((8, 32), (1, 2)) if other_rank else pattern)
     with pytest.raises(rs.RingError, match=r"ranks disagree on lengths: \(11, 29\) on rank 0; \(10, 30\) on rank"):
         prefill(pattern, batch=2, lengths=(10, 30) if other_rank else (11, 29))
     with pytest.raises(rs.RingError, match=r"ranks disagree on scale: 2.0 on rank 0; 1.0 on rank"):
         prefill(pattern, scale=1.0 if other_rank else 2.0)
-    with pytest.raises(rs.RingError, match=r"ranks disagree on batch, heads, kv_heads, dim: \[1, 2, 2, 4\] on rank 0"):
+    with pytest.raises(
+        rs.RingError, match=r"ranks disagree on batch, heads, kv_heads, head_dim: \[1, 2, 2, 4\] on rank 0"
+    ):
         prefill(pattern, q=mine.repeat(1, 1, 2, 1) if other_rank else mine)
     prefill(pattern, batch=400, lengths=(40, *[0] * 399))  # however many prompts there are

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ringspan as rs
-from ringspan.decoding.retention import ENDLESS, KeptRows, Share, kept_rows
+from ringspan.decoding.retention import UNBOUNDED, BranchRetention, RankShare, branch_retentions
 from ringspan.geometry import Lane
 from ringspan.layout import Layout
 from tests.strategies import dilated, held_heads
@@ -16,7 +16,7 @@ def rows_of(lane: Lane) -> list[int]:
     return [lane.start + j * lane.step for j in range(lane.rows)]
 
 
-def visible_later(kept: KeptRows, head: int, stop: int) -> list[int]:
+def visible_later(kept: BranchRetention, head: int, stop: int) -> list[int]:
     """By the definition: the rows before ``stop`` that lie in the segment of the last of them, and are selected."""
     branch, offset = kept.branch, kept.offsets[head]
     last = (stop - 1 + branch.shift) // branch.segment_length
@@ -28,17 +28,17 @@ def test_a_block_keeps_what_later_tokens_see_and_each_rank_its_share(data: st.Da
     kv_heads = data.draw(st.integers(1, 4))
     pattern = data.draw(held_heads(data.draw(dilated()), kv_heads))
     start, rows, size = data.draw(st.integers(0, 60)), data.draw(st.integers(1, 60)), data.draw(st.integers(1, 3))
-    for kept in kept_rows(pattern, kv_heads):
+    for kept in branch_retentions(pattern, kv_heads):
         found: list[list[int]] = [[] for _ in range(kv_heads)]
         for rank in range(size):
-            goes_on, lanes = kept.to_keep(start, rows, Share(rank, size))
+            same_segment, lanes = kept.rows_to_keep(start, rows, RankShare(rank, size))
             for head, lane in enumerate(lanes):
                 found[head] += rows_of(lane)
                 places = [kept.slot(kept.phase(start + row)) for row in rows_of(lane)]
-                assert all(Share(rank, size).takes(place) for place in places)
+                assert all(RankShare(rank, size).takes(place) for place in places)
         for head in range(kv_heads):
             wanted = visible_later(kept, head, start + rows)
-            if not goes_on:
+            if not same_segment:
                 assert all(t >= start for t in wanted)
             assert sorted(found[head]) == [t - start for t in wanted if t >= start]
             assert kept.bound is not None
@@ -50,8 +50,8 @@ def test_a_block_asks_what_is_kept_where_its_segment_was_begun(data: st.DataObje
     kv_heads = data.draw(st.integers(1, 4))
     pattern = data.draw(dilated())
     start, rows = data.draw(st.integers(1, 60)), data.draw(st.integers(1, 60))
-    for kept in kept_rows(pattern, kv_heads):
-        lanes = kept.asking(start, rows)
+    for kept in branch_retentions(pattern, kv_heads):
+        lanes = kept.rows_in_open_segment(start, rows)
         for head, offset in enumerate(kept.offsets):
             wanted = [
                 p - start
@@ -69,9 +69,9 @@ def test_ranks_hold_the_kept_rows_of_a_prompt_between_them(data: st.DataObject) 
     )
     name = data.draw(st.sampled_from(["contiguous", "zigzag"]))
     layout = Layout(name, before + rows + after, data.draw(st.integers(1, 5)))
-    for kept in kept_rows(data.draw(dilated()), kv_heads):
+    for kept in branch_retentions(data.draw(dilated()), kv_heads):
         found: list[list[int]] = [[] for _ in range(kv_heads)]
-        for rank, lanes in kept.to_keep_by_rank(before, rows, layout):
+        for rank, lanes in kept.rows_to_keep_by_rank(before, rows, layout):
             places = [row for span in layout.spans(rank) for row in range(span.start, span.stop)]
             for head, lane in enumerate(lanes):
                 found[head] += [places[local] - before for local in rows_of(lane)]
@@ -79,7 +79,7 @@ def test_ranks_hold_the_kept_rows_of_a_prompt_between_them(data: st.DataObject) 
 
 
 def test_full_keeps_everything_and_has_no_bound() -> None:
-    (kept,) = kept_rows(rs.Full(), 2)
-    assert kept.branch.segment_length == ENDLESS
+    (kept,) = branch_retentions(rs.Full(), 2)
+    assert kept.branch.segment_length == UNBOUNDED
     assert kept.bound is None
-    assert kept.to_keep(10**12, 5, Share())[1] == [Lane(0, 5, 1)] * 2
+    assert kept.rows_to_keep(10**12, 5, RankShare())[1] == [Lane(0, 5, 1)] * 2

@@ -242,7 +242,7 @@ def test_disagreements_raise_on_every_rank() -> None:
         "pattern": (good, dict(pattern=rs.Dilated((4,), (1,)) if odd else rs.Full())),
         "scale": (good, dict(scale=0.5 if odd else 0.25)),
         "dtype": ([x.double() if odd else x for x in good], {}),
-        "batch, heads, kv_heads, dim": ([x[..., :2] if odd else x for x in good], {}),
+        "batch, heads, kv_heads, head_dim": ([x[..., :2] if odd else x for x in good], {}),
         "who needs gradients": ([x.clone().requires_grad_(odd) for x in good], {}),
         "lengths": (good, dict(lengths=(6 * ring.size,) if odd else (1, 6 * ring.size - 1))),
         "rows per rank": ([x[:, : 3 if odd else 6] for x in good], {}),

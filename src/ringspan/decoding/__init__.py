@@ -1,4 +1,4 @@
-"""Decoding: token after token, with a cache that holds the rows that a later token can still see, and no others."""
+"""Autoregressive decoding with a cache that holds exactly the rows that a later token can still see."""
 
 from ringspan.decoding.cache import Cache
 from ringspan.decoding.prefill import attention_prefill

@@ -1,6 +1,6 @@
-"""The cache of decoding: for each branch, the rows of the segment that is being written, in memory that is used again.
+"""`Cache`: for each branch, the rows of the current segment, in buffers that are reused.
 
-Knows tensors and integers, but no kernel and no softmax: `ringspan.decoding.step` computes.
+Stores rows only; `ringspan.decoding.step` computes with them.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from ringspan.decoding.retention import KeptRows, Share, kept_rows
+from ringspan.decoding.retention import UNBOUNDED, BranchRetention, RankShare, branch_retentions
 from ringspan.geometry import Documents, Lane, Pattern, as_int, group_heads
 from ringspan.ring import Ring
-from ringspan.validation import check_pattern
+from ringspan.validation import check_pattern, warn_if_unselected
 from ringspan.views import comb_view
 
-_FIRST_ROWS = 64  # buffers begin with room for this many, and double up to the bound
+_FIRST_ROWS = 64  # initial capacity of a buffer; it doubles up to the bound
 
 
 @dataclass
-class Lockstep:
-    """Neighbouring sequences of a batch that stand at the same place: what is true of one is true of all."""
+class SequenceGroup:
+    """Adjacent sequences of a batch with the same position and the same number of rows in each buffer."""
 
     first: int
     sequences: int
     position: int  # of the next token
-    filled: list[list[int]]  # rows held here, by branch and KV head
+    filled: list[list[int]]  # rows held on this rank, by branch and KV head
 
     @property
     def stop(self) -> int:
@@ -38,57 +38,60 @@ class Lockstep:
 
 
 class BranchRows:
-    """Keys and values of one branch, (2, batch, kv_heads, room, head_dim). The first ``filled`` rows of a head are valid."""
+    """Keys and values of one branch, (2, batch, kv_heads, capacity, head_dim).
 
-    def __init__(self, kept: KeptRows, batch: int, head_dim: int, like: Tensor) -> None:
-        self.kept = kept
-        self.rows = like.new_empty((2, batch, len(kept.offsets), 0, head_dim))
+    The first ``filled`` rows of each head are valid.
+    """
 
-    def make_room(self, rows: int) -> None:
-        """Room for so many rows of each head; it is doubled, up to the bound."""
-        room = self.rows.shape[3]
-        if rows <= room:
+    def __init__(self, retention: BranchRetention, batch: int, head_dim: int, like: Tensor) -> None:
+        self.retention = retention
+        self.rows = like.new_empty((2, batch, len(retention.offsets), 0, head_dim))
+
+    def reserve(self, rows: int) -> None:
+        """Grow the buffer to at least this many rows per head. Capacity doubles, up to the bound."""
+        capacity = self.rows.shape[3]
+        if rows <= capacity:
             return
-        wanted = max(rows, 2 * room, _FIRST_ROWS)
-        wanted = wanted if self.kept.bound is None else max(rows, min(wanted, self.kept.bound))
-        with torch.inference_mode(False):  # so that it can be written in any mode
+        wanted = max(rows, 2 * capacity, _FIRST_ROWS)
+        wanted = wanted if self.retention.bound is None else max(rows, min(wanted, self.retention.bound))
+        with torch.inference_mode(False):  # so that the buffer can be written in any mode
             larger = self.rows.new_empty((*self.rows.shape[:3], wanted, self.rows.shape[4]))
-            larger[:, :, :, :room] = self.rows
+            larger[:, :, :, :capacity] = self.rows
         self.rows = larger
 
     def clear(self, batch: int) -> None:
-        """Give the memory back."""
+        """Free the buffer."""
         with torch.inference_mode(False):
             self.rows = self.rows.new_empty((2, batch, self.rows.shape[2], 0, self.rows.shape[4]))
 
-    def of(self, group: Lockstep) -> tuple[Tensor, Tensor]:
-        """Keys and values of some sequences as (batch, room, kv_heads, head_dim)."""
+    def of_group(self, group: SequenceGroup) -> tuple[Tensor, Tensor]:
+        """Keys and values of a group as (batch, capacity, kv_heads, head_dim)."""
         keys, values = self.rows[:, group.first : group.stop].transpose(2, 3).unbind()
         return keys, values
 
-    def append(self, group: Lockstep, filled: list[int], k: Tensor, v: Tensor, lanes: list[Lane]) -> None:
-        """Take in rows of ``k`` and ``v`` (batch, rows, kv_heads, head_dim): for each head those of its lane."""
+    def append(self, group: SequenceGroup, filled: list[int], k: Tensor, v: Tensor, lanes: list[Lane]) -> None:
+        """Append rows of ``k`` and ``v`` (batch, rows, kv_heads, head_dim): for each head, those of its lane."""
         slots = [Lane(held, lane.rows, 1) for held, lane in zip(filled, lanes, strict=True)]
-        self.make_room(max(slot.start + slot.rows for slot in slots))
+        self.reserve(max(slot.start + slot.rows for slot in slots))
         for theirs, ours in group_heads(lanes, slots):
-            for source, target in zip((k, v), self.of(group), strict=True):
+            for source, target in zip((k, v), self.of_group(group), strict=True):
                 comb_view(target, ours).copy_(comb_view(source, theirs))
         filled[:] = [slot.start + slot.rows for slot in slots]
 
 
 class Cache:
-    """What decoding keeps of the past: exactly the rows that a later token can still see.
+    """Keys and values for decoding: exactly the rows that a later token can still see.
 
-    Under `Dilated` that is at most ``bound`` rows for each sequence and KV head, the sum over branches of ceil(w / r),
-    however long the text. Under `Full` it is every row: such a cache grows with the text, and its ``bound`` is None.
+    Under `Dilated` these are at most ``bound`` rows per sequence and KV head, the sum over branches of ceil(w / r),
+    for text of any length. Under `Full` the cache keeps every row and grows with the text; its ``bound`` is None.
 
     Args:
-        pattern: `Dilated(...)` or `Full()`, of the layer that the cache belongs to.
-        kv_heads, head_dim: of the keys and values that it will hold.
-        batch: how many sequences; they may stand at different positions.
+        pattern: the pattern of the layer, `Dilated(...)` or `Full()`.
+        kv_heads, head_dim: of the keys and values.
+        batch: number of sequences. They may be at different positions.
         dtype, device: of the keys and values.
-        ring: leaves the rows sharded over a `Ring`: every rank calls with the same tokens, holds its share of the rows,
-            and the results of all are merged. For caches that do not fit one device.
+        ring: shards the rows over a `Ring`, for caches that do not fit one device. Every rank makes the same calls with
+            the same tokens and holds its share of the rows; each step merges the results of all ranks.
 
     >>> import torch, ringspan as rs
     >>> cache = rs.Cache(rs.Dilated((8, 32), (1, 4)), kv_heads=2, head_dim=16)
@@ -116,46 +119,48 @@ class Cache:
             if as_int(name, value) < 1:
                 raise ValueError(f"{name}={value}: must be at least 1")
         check_pattern(pattern, kv_heads)
+        warn_if_unselected(pattern, UNBOUNDED, kv_heads)
         if ring is not None and not isinstance(ring, Ring):
-            raise TypeError(f"ring is a {type(ring).__name__}: must be a Ring, or None to hold all rows here")
+            raise TypeError(f"ring is a {type(ring).__name__}: must be a Ring, or None to hold all rows on this device")
         self.pattern, self.kv_heads, self.head_dim, self.ring = pattern, kv_heads, head_dim, ring
-        self.share = Share() if ring is None else Share(ring.rank, ring.size)
+        self.share = RankShare() if ring is None else RankShare(ring.rank, ring.size)
         with torch.inference_mode(False):
             like = torch.empty(0, dtype=dtype, device=device)
-            self.branches = tuple(BranchRows(kept, batch, head_dim, like) for kept in kept_rows(pattern, kv_heads))
-        self.groups: list[Lockstep] = []
-        self.is_whole = True
+            retentions = branch_retentions(pattern, kv_heads)
+            self.branches = tuple(BranchRows(retention, batch, head_dim, like) for retention in retentions)
+        self.groups: list[SequenceGroup] = []
+        self.is_complete = True
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything; the memory is kept for the next text."""
-        if not self.is_whole:
+        """Drop all rows and start at position 0. Keeps the buffers for the next text."""
+        if not self.is_complete:
             for branch in self.branches:
                 branch.clear(self.batch)
-        self.groups = [Lockstep(0, self.batch, 0, [[0] * self.kv_heads for _ in self.branches])]
-        self.is_whole = True
+        self.groups = [SequenceGroup(0, self.batch, 0, [[0] * self.kv_heads for _ in self.branches])]
+        self.is_complete = True
 
     @contextmanager
-    def changing(self) -> Iterator[None]:
-        """Around everything that changes the rows: what ends in an error leaves a cache that is refused from then on.
+    def updating(self) -> Iterator[None]:
+        """Context of every change of the rows. After an error inside it, the cache is refused until `reset`.
 
-        Some branches, or some sequences, may have taken in the new rows, and others not.
+        Some branches or sequences may hold the new rows, and others not.
         """
-        self.check_whole()
-        self.is_whole = False
+        self.check_complete()
+        self.is_complete = False
         yield
-        self.is_whole = True
+        self.is_complete = True
 
-    def check_whole(self) -> None:
-        """Raise if a change of the rows ended in an error."""
-        if not self.is_whole:
+    def check_complete(self) -> None:
+        """Raise if the last change of the rows failed."""
+        if not self.is_complete:
             raise RuntimeError(
-                "the cache is incomplete: its last change ended in an error or was interrupted, so that only some of "
-                "the new rows are in it; reset() it and read the text again"
+                "the cache is incomplete: its last update failed or was interrupted, so it holds only some of the new "
+                "rows. Call reset() and read the text again"
             )
 
     def __copy__(self) -> Cache:
-        return copy.deepcopy(self)  # two caches never share rows: each step writes in place
+        return copy.deepcopy(self)  # steps write in place, so copies must not share rows
 
     @property
     def batch(self) -> int:
@@ -171,103 +176,101 @@ class Cache:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """How many tokens of each sequence have been seen: the position of its next one."""
+        """Tokens seen per sequence, which is the position of its next token."""
         return tuple(group.position for group in self.groups for _ in range(group.sequences))
 
     @property
     def bound(self) -> int | None:
-        """The most rows that a KV head of a sequence ever needs, over all ranks; None under `Full`, which keeps all."""
-        bounds = [branch.kept.bound for branch in self.branches]
+        """The most rows per sequence and KV head, over all ranks. None under `Full`, which keeps every row."""
+        bounds = [branch.retention.bound for branch in self.branches]
         return None if None in bounds else sum(bound for bound in bounds if bound is not None)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the rows take on this device."""
+        """Bytes of the buffers on this device."""
         return sum(branch.rows.nbytes for branch in self.branches)
 
     def rows_held(self, sequence: int, head: int) -> int:
-        """How many rows of a KV head of a sequence are held here, over all branches."""
+        """Rows held on this rank for one sequence and KV head, over all branches."""
         for name, value, stop in (("sequence", sequence, self.batch), ("head", head, self.kv_heads)):
             if not 0 <= as_int(name, value) < stop:
-                raise ValueError(f"{name}={value}: must lie in 0 .. {stop - 1}")
+                raise ValueError(f"{name}={value}: must be in 0 .. {stop - 1}")
         group = next(g for g in self.groups if g.first <= sequence < g.stop)
         return sum(filled[head] for filled in group.filled)
 
     def __repr__(self) -> str:
-        kept = "keeps every row" if self.bound is None else f"at most {self.bound:,} rows a head"
+        kept = "keeps every row" if self.bound is None else f"at most {self.bound:,} rows per head"
         where = "" if self.ring is None else f", sharded over {self.ring}"
         return (
             f"Cache({self.pattern}: {kept}; {self.batch} sequence(s), {self.kv_heads} KV heads of {self.head_dim}, "
             f"{self.dtype}, {self.nbytes:,} bytes{where})"
         )
 
-    def take_in(self, group: Lockstep, k: Tensor, v: Tensor) -> None:
-        """Keep what later tokens see of new rows (batch, rows, kv_heads, head_dim) of a group, and move it on."""
+    def append(self, group: SequenceGroup, k: Tensor, v: Tensor) -> None:
+        """Append the new rows (batch, rows, kv_heads, head_dim) of a group that later tokens see; advance the group."""
         for branch, filled in zip(self.branches, group.filled, strict=True):
-            goes_on, lanes = branch.kept.to_keep(group.position, k.shape[1], self.share)
-            if not goes_on:
-                filled[:] = [0] * self.kv_heads  # a segment began in between: nobody will see the last one again
+            same_segment, lanes = branch.retention.rows_to_keep(group.position, k.shape[1], self.share)
+            if not same_segment:
+                filled[:] = [0] * self.kv_heads  # a new segment began: no later token sees the old one
             branch.append(group, filled, k, v, lanes)
         group.position += k.shape[1]
 
     def select(self, sequences: Sequence[int] | Tensor) -> None:
-        """Go on with these sequences, in this order; one may come several times (beam search) or not at all."""
+        """Keep these sequences, in this order. A sequence may be repeated (beam search) or left out."""
         if not isinstance(sequences, (Sequence, Tensor)) or (isinstance(sequences, Tensor) and sequences.dim() != 1):
-            raise TypeError(f"sequences={sequences!r}: must be ints, in a sequence or a tensor with one dimension")
+            raise TypeError(f"sequences={sequences!r}: must be a sequence of ints or a 1-D tensor")
         chosen = [as_int("sequences", i) for i in (sequences.tolist() if isinstance(sequences, Tensor) else sequences)]
         for i in chosen or [-1]:
             if not 0 <= i < self.batch:
-                raise ValueError(f"sequences={chosen}: must lie in 0 .. {self.batch - 1}")
+                raise ValueError(f"sequences={chosen}: must be in 0 .. {self.batch - 1}")
         owners = [next(g for g in self.groups if g.first <= i < g.stop) for i in chosen]
-        with self.changing(), torch.inference_mode(False):
+        with self.updating(), torch.inference_mode(False):
             index = torch.tensor(chosen, device=self.device)
             for branch in self.branches:
                 branch.rows = branch.rows.index_select(1, index)
-            self.groups = [Lockstep(i, 1, g.position, copy.deepcopy(g.filled)) for i, g in enumerate(owners)]
-            self.join()
+            self.groups = [SequenceGroup(i, 1, g.position, copy.deepcopy(g.filled)) for i, g in enumerate(owners)]
+            self.merge_groups()
 
-    def part(self) -> None:
-        """Let every sequence go its own way."""
+    def split_groups(self) -> None:
+        """Put every sequence into a group of its own."""
         self.groups = [
-            Lockstep(i, 1, group.position, copy.deepcopy(group.filled))
+            SequenceGroup(i, 1, group.position, copy.deepcopy(group.filled))
             for group in self.groups
             for i in range(group.first, group.stop)
         ]
 
-    def join(self) -> None:
-        """Let neighbours that stand at the same place go together again."""
-        alike = [list(found) for _, found in groupby(self.groups, key=lambda g: (g.position, g.filled))]
+    def merge_groups(self) -> None:
+        """Merge adjacent groups with the same position."""
+        same = [list(found) for _, found in groupby(self.groups, key=lambda g: (g.position, g.filled))]
         self.groups = [
-            Lockstep(found[0].first, sum(g.sequences for g in found), found[0].position, found[0].filled)
-            for found in alike
+            SequenceGroup(found[0].first, sum(g.sequences for g in found), found[0].position, found[0].filled)
+            for found in same
         ]
 
 
 def check_cache(cache: Cache, k: Tensor) -> None:
-    """Raise unless the cache is one for keys like these."""
+    """Raise unless the cache fits these keys."""
     if not isinstance(cache, Cache):
         raise TypeError(f"cache is a {type(cache).__name__}: must be a ringspan.Cache")
     for name, found, wanted in (
         ("KV heads", k.shape[2], cache.kv_heads),
-        ("numbers in a head", k.shape[3], cache.head_dim),
+        ("head_dim", k.shape[3], cache.head_dim),
         ("dtype", k.dtype, cache.dtype),
         ("device", k.device, cache.device),
     ):
         if found != wanted:
-            raise ValueError(f"{name}: {found} in k, {wanted} in the cache: make the cache for what it will hold")
+            raise ValueError(f"{name}: {found} in k, {wanted} in the cache: create the cache with the values of k")
 
 
 def check_sequences(cache: Cache, k: Tensor, lengths: tuple[int, ...] | None, rows: int) -> None:
-    """Raise unless ``rows`` rows, packed or not, are new rows of each of the cache's sequences."""
+    """Raise unless ``rows`` rows, packed or not, give new rows for each sequence of the cache."""
     if lengths is None:
         if k.shape[0] != cache.batch:
             raise ValueError(f"k has a batch of {k.shape[0]}, the cache one of {cache.batch}: they must be equal")
         return
-    if not isinstance(lengths, Sequence):
-        raise TypeError(f"lengths={lengths!r}: must be a sequence of ints, one for each of the cache's sequences")
     if k.shape[0] != 1 or len(lengths) != cache.batch:
         raise ValueError(
-            f"{len(lengths)} lengths and a batch of {k.shape[0]}: packed rows have a batch of 1, and one length for "
-            f"each of the cache's {cache.batch} sequences"
+            f"{len(lengths)} lengths and a batch of {k.shape[0]}: packed rows need a batch of 1 and one length for "
+            f"each of the {cache.batch} sequences of the cache"
         )
-    Documents(tuple(lengths)).check_rows(rows)
+    Documents(lengths).check_rows(rows)

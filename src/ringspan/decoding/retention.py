@@ -1,8 +1,8 @@
-"""Which rows of the past a later token can still see, branch by branch. Pure integers: no tensor, no device.
+"""Which past rows a later token can still see, for each branch. Integers only: no tensors, no devices.
 
-Under causality a token sees the selected rows of its own segment up to itself. So a branch (w, r) needs the rows of the
-segment that is being written, at most ceil(w / r) for each KV head, and when the next segment begins it needs none of
-them. The order of the rows does not matter: a softmax is a sum.
+A causal token sees the selected rows of its own segment up to itself. A branch (w, r) therefore keeps the rows of the
+current segment only, at most ceil(w / r) per KV head, and drops them when the next segment begins. The order of the
+rows does not matter, because a softmax is a sum.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from functools import cached_property
 from ringspan.geometry import Branch, Lane, Pattern, SegmentRun
 from ringspan.layout import Layout
 
-ENDLESS = 2**62  # rows of a text that never ends: the one segment of `Full`
+UNBOUNDED = 2**62  # length of the single segment of `Full`
 
 
 @dataclass(frozen=True)
-class Share:
-    """Which rows of a cache a rank takes: of every ``size`` new rows of a head, one. Alone, it takes all."""
+class RankShare:
+    """The rows of a cache that one rank keeps: every ``size``-th new row of a head. By default, all rows."""
 
     rank: int = 0
     size: int = 1
 
     def takes(self, slot: int) -> bool:
-        """Whether the ``slot``-th selected row of a segment is this rank's."""
+        """Whether this rank keeps the ``slot``-th selected row of a segment."""
         return slot % self.size == self.rank
 
     def of(self, lane: Lane, slot: int) -> Lane:
-        """The rows of a lane that are this rank's, if its first row is the ``slot``-th of its segment.
+        """The rows of a lane that this rank keeps. The first row of the lane is the ``slot``-th of its segment.
 
-        >>> Share(rank=1, size=2).of(Lane(start=0, rows=5, step=4), slot=0)
+        >>> RankShare(rank=1, size=2).of(Lane(start=0, rows=5, step=4), slot=0)
         Lane(start=4, rows=2, step=8)
         """
         skipped = (self.rank - slot) % self.size
@@ -40,10 +40,10 @@ class Share:
 
 
 @dataclass(frozen=True)
-class KeptRows:
-    """One branch of a pattern, for KV heads with these offsets.
+class BranchRetention:
+    """What one branch of a pattern keeps, for KV heads with these offsets.
 
-    >>> kept = KeptRows(Branch(8, 2), offsets=(0, 1, 0, 1))
+    >>> kept = BranchRetention(Branch(8, 2), offsets=(0, 1, 0, 1))
     >>> kept.bound, kept.phase(13), kept.heads_at(5)
     (4, 5, slice(1, 4, 2))
     """
@@ -53,20 +53,20 @@ class KeptRows:
 
     @property
     def bound(self) -> int | None:
-        """The most rows that a KV head ever needs; None if there is no such number."""
+        """The most rows that a KV head ever needs. None if it grows with the text."""
         w, r = self.branch.segment_length, self.branch.rate
-        return None if w == ENDLESS else -(-w // r)
+        return None if w == UNBOUNDED else -(-w // r)
 
     def phase(self, position: int) -> int:
-        """The place of a position inside its segment; where it is 0, a segment begins and the last one is forgotten."""
+        """The index of a position inside its segment. 0 starts a segment, and the rows of the last one are dropped."""
         return (position + self.branch.shift) % self.branch.segment_length
 
     def slot(self, phase: int) -> int:
-        """Which of the selected rows of its segment and head this is."""
+        """The index of the row at this phase among the selected rows of its segment and head."""
         return phase // self.branch.rate
 
     def heads_at(self, phase: int) -> slice | None:
-        """The KV heads that select the row at this place: they alone keep it, and they alone ask there."""
+        """The KV heads that select the row at this phase: only they keep it, and only their queries see keys."""
         return self._heads_by_offset.get(phase % self.branch.rate)
 
     @cached_property
@@ -74,16 +74,17 @@ class KeptRows:
         heads: dict[int, list[int]] = {}
         for head, offset in enumerate(self.offsets):
             heads.setdefault(offset, []).append(head)
-        # Heads of one offset are neighbours (blocked) or a rate apart (interleaved): one slice either way.
+        # Heads with one offset are adjacent (blocked) or a rate apart (interleaved): a single slice in both cases.
         return {
             offset: slice(held[0], held[-1] + 1, held[1] - held[0] if len(held) > 1 else 1)
             for offset, held in heads.items()
         }
 
-    def asking(self, position: int, rows: int) -> list[Lane] | None:
-        """Of a block of ``rows`` rows from ``position`` on, the rows that see what is kept: those of the begun segment.
+    def rows_in_open_segment(self, position: int, rows: int) -> list[Lane] | None:
+        """The rows of a block that see kept rows: those in the segment that was open before the block.
 
-        Counted from the block's first row; None where the block begins a segment of its own.
+        The block has ``rows`` rows and starts at ``position``. Lanes count from its first row. None if the block starts
+        a new segment.
         """
         phase = self.phase(position)
         if phase == 0:
@@ -91,18 +92,18 @@ class KeptRows:
         begun = SegmentRun(position, min(rows, self.branch.segment_length - phase), 1, phase)
         return begun.lanes(self.branch.rate, self.offsets, origin=position)
 
-    def to_keep(self, position: int, rows: int, share: Share) -> tuple[bool, list[Lane]]:
-        """Of a block of rows, those that later tokens see: whether its last segment was begun before, and its lanes."""
+    def rows_to_keep(self, position: int, rows: int, share: RankShare) -> tuple[bool, list[Lane]]:
+        """The rows of a block that later tokens see, as lanes, and whether their segment was open before the block."""
         last = self._last_piece(position, position + rows)
         lanes = zip(last.lanes(self.branch.rate, self.offsets, origin=position), self.offsets, strict=True)
-        # A lane begins at the first place from the phase on that a head with its offset selects.
+        # A lane starts at the first position from the phase on that a head with its offset selects.
         first_places = ((lane, last.phase + (offset - last.phase) % self.branch.rate) for lane, offset in lanes)
         return last.phase > 0, [share.of(lane, self.slot(place)) for lane, place in first_places]
 
-    def to_keep_by_rank(self, first: int, rows: int, layout: Layout) -> Iterator[tuple[int, list[Lane]]]:
-        """The same for a document that fills rows ``first .. first + rows - 1`` of a sequence over a ring.
+    def rows_to_keep_by_rank(self, first: int, rows: int, layout: Layout) -> Iterator[tuple[int, list[Lane]]]:
+        """The same for a document in rows ``first .. first + rows - 1`` of a sequence that is split over a ring.
 
-        Yields, in the order of the sequence, each rank that holds some of the rows, and where it holds them.
+        Yields, in sequence order, each rank that holds some of the rows, and their lanes in its local rows.
         """
         last = self._last_piece(0, rows)
         for part in layout.rank_spans(first + last.start, first + rows):
@@ -113,11 +114,11 @@ class KeptRows:
             yield part.rank, piece.lanes(self.branch.rate, self.offsets, origin=start - local)
 
     def _last_piece(self, start: int, stop: int) -> SegmentRun:
-        """The rows of ``start .. stop - 1`` that lie in the segment of the last of them."""
+        """The rows of ``start .. stop - 1`` in the same segment as the last of them."""
         first = max(start, stop - 1 - self.phase(stop - 1))
         return SegmentRun(first, stop - first, 1, self.phase(first))
 
 
-def kept_rows(pattern: Pattern, kv_heads: int) -> tuple[KeptRows, ...]:
-    """What each branch of a pattern keeps of a text of any length."""
-    return tuple(KeptRows(b, pattern.offsets(b.rate, kv_heads)) for b in pattern.branches(ENDLESS))
+def branch_retentions(pattern: Pattern, kv_heads: int) -> tuple[BranchRetention, ...]:
+    """What each branch of a pattern keeps, for a text of any length."""
+    return tuple(BranchRetention(b, pattern.offsets(b.rate, kv_heads)) for b in pattern.branches(UNBOUNDED))

@@ -1,8 +1,7 @@
-"""`rs.plan` and `rs.best_layout`: what a ring would do, without tensors and without processes."""
+"""`rs.plan` and `rs.best_layout`: what a ring would compute and send, without tensors or processes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import get_args
 
 import torch
@@ -12,6 +11,7 @@ from ringspan.kernels import accumulation_dtype
 from ringspan.layout import Layout, LayoutName
 from ringspan.planning import RingPlan, Routing, TensorSizes, check_routing
 from ringspan.planning.breakeven import ASSUMED_RATES, DeviceRates, LayoutAdvice, advise_layout
+from ringspan.validation import Lengths, document_lengths
 
 
 def plan(
@@ -22,7 +22,8 @@ def plan(
     layout: LayoutName = "zigzag",
     causal: bool = False,
     routing: Routing = "relay",
-    lengths: Sequence[int] | None = None,
+    lengths: Lengths | None = None,
+    cu_seqlens: Lengths | None = None,
     batch: int = 1,
     heads: int = 8,
     kv_heads: int | None = None,
@@ -31,8 +32,8 @@ def plan(
 ) -> RingPlan:
     """What each rank of a ring computes, sends and holds for a sequence of ``seq_len`` rows.
 
-    Print it for a table; ask it for ``bytes_sent(rank)``, ``work(rank)``, ``imbalance`` and ``memory(rank)``. A rank's
-    plan is made when it is asked for, and costs no more than its own tiles and routes.
+    Printing the plan gives a table. ``bytes_sent(rank)``, ``work(rank)``, ``imbalance`` and ``memory(rank)`` give single
+    values. A rank's plan is made on first use, in time proportional to its own tiles and routes.
 
     >>> import ringspan as rs
     >>> ring = rs.plan(rs.Dilated((2048, 8192), (1, 4)), 16384, ring_size=4, layout="contiguous", causal=True)
@@ -42,7 +43,8 @@ def plan(
     if not isinstance(pattern, (Full, Dilated)):
         raise TypeError(f"pattern={pattern!r}: must be Dilated(segment_lengths, dilation_rates) or Full()")
     check_routing(routing)
-    documents = Documents((seq_len,) if lengths is None else tuple(lengths))
+    packed = document_lengths(lengths, cu_seqlens, seq_len)
+    documents = Documents((seq_len,) if packed is None else packed)
     documents.check_rows(seq_len)
     kv_heads = heads if kv_heads is None else kv_heads
     sizes = TensorSizes(batch, heads, kv_heads, head_dim, dtype.itemsize, accumulation_dtype(dtype).itemsize)
@@ -61,10 +63,10 @@ def best_layout(
     dtype: torch.dtype = torch.float32,
     rates: DeviceRates = ASSUMED_RATES,
 ) -> LayoutAdvice:
-    """The layout with the shorter modelled time of a forward and a backward pass, and why.
+    """The layout with the shorter modelled time for a forward and a backward pass, and the reason.
 
-    The model is that of ``ringspan plan``. Its ``rates`` are those of a GPU and a 200 Gbit/s link unless given: 1e14
-    FLOP/s, 25e9 bytes/s, 20 µs per hop (`ringspan.planning.breakeven.DeviceRates`).
+    Uses the model of ``ringspan plan``. The default ``rates`` describe a GPU and a 200 Gbit/s link: 1e14 FLOP/s, 25e9
+    bytes/s, 20 µs per hop (`rs.DeviceRates`).
 
     >>> import ringspan as rs
     >>> print(rs.best_layout(rs.Full(), 2**20, 8, causal=True))  # doctest: +NORMALIZE_WHITESPACE
