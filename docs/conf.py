@@ -24,6 +24,7 @@ exclude_patterns = ["_build"]
 
 myst_enable_extensions = ["deflist", "dollarmath"]
 myst_heading_anchors = 3
+smartquotes = False  # `--option` in running text stays what it is
 
 default_role = "code"  # `names` in docstrings
 autodoc_member_order = "bysource"
