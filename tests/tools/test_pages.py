@@ -19,14 +19,16 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 def page() -> Page:
     figure = Figure(figsize=(3, 2))
     figure.subplots().plot([1, 2, 4], [4, 2, 1], "o-")
-    table = Table("Is it real?", [["check", "verdict"], ["a | b", "holds"], ["<script>", "FAILS"]], "What to see.")
-    return Page("A report", "It is.", "ringspan verify", "a machine", [table, Picture("curve", figure, "It falls.")])
+    table = Table("Is it real?", [["check", "verdict"], ["a | b", "pass"], ["<script>", "FAIL"]], "What to see.")
+    return Page(
+        "A report", "It is.", "ringspan verify", "a machine", [table, Picture("curve", figure, "It falls.")], "FAIL"
+    )
 
 
 def test_markdown_has_everything(page: Page) -> None:
     text = markdown(page, "figures")
-    assert text.startswith("# A report\n\nIt is.\n")
-    assert "| a \\| b | holds |" in text
+    assert text.startswith("# A report\n\n**FAIL.** It is.\n")
+    assert "| a \\| b | pass |" in text
     assert "![It falls.](figures/curve.png)" in text
     assert "`ringspan verify`" in text
 
@@ -49,7 +51,7 @@ def test_a_report_opens_in_a_browser_without_network(page: Page, tmp_path: Path)
     command += ["--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
     shown = subprocess.run([*command, paths["html"].as_uri()], capture_output=True, text=True, check=True)
     assert "<h1>A report</h1>" in shown.stdout
-    assert 'class="holds"' in shown.stdout
+    assert 'class="good"' in shown.stdout
     complaints = [line for line in shown.stderr.splitlines() if "CONSOLE" in line]
     assert not complaints
 

@@ -1,4 +1,4 @@
-"""What the tools measure besides the call itself: the machine, its load, FLOPs, and bytes on the wire."""
+"""What the tools measure apart from the call itself: the machine, its load, FLOPs, and bytes on the interface."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch.autograd.profiler import profile
 
 _DISTURBED_CORES = 0.10
-_CLOCK_TICKS_SECONDS = 0.05  # the system counts busy time in ticks: less foreign time than this says nothing
+_CLOCK_TICKS_SECONDS = 0.05  # the system counts busy time in ticks, so shorter foreign time is noise
 
 
 def is_disturbed(foreign_cores: float, seconds: float) -> bool:
-    """Whether other programs kept so many cores busy that a time says little: more than a tenth of one.
+    """Whether other programs used more than a tenth of a core, which makes a time unreliable.
 
     >>> is_disturbed(0.2, seconds=10.0), is_disturbed(0.05, seconds=10.0), is_disturbed(0.2, seconds=0.1)
     (True, False, False)
@@ -31,7 +31,7 @@ def is_disturbed(foreign_cores: float, seconds: float) -> bool:
 
 
 def describe_machine() -> dict[str, str | int | float]:
-    """What stands beside every table: processor, cores, memory, versions and the date."""
+    """The machine as every report names it: processor, cores, memory, versions and the date."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
@@ -55,7 +55,7 @@ def one_line(machine: dict[str, str | int | float]) -> str:
 
 @dataclass
 class Stopwatch:
-    """Wall time of a block, and how many cores other processes kept busy meanwhile."""
+    """Wall time of a block, and how many cores other processes kept busy during it."""
 
     seconds: float = 0.0
     foreign_cores: float = 0.0
@@ -81,8 +81,8 @@ def _own_seconds() -> float:
     return float(times.user + times.system)
 
 
-_FORWARD_PRODUCTS = 2  # scores, and weights times values
-_BACKWARD_PRODUCTS = 5  # scores again, and the gradients of weights, values, queries and keys
+_FORWARD_PRODUCTS = 2  # scores; weights times values
+_BACKWARD_PRODUCTS = 5  # scores again; the gradients of weights, values, queries and keys
 _ATTENTION = (
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_scaled_dot_product_flash_attention",
@@ -92,8 +92,8 @@ _ATTENTION = (
 
 
 def count_flops(call: Callable[[], Any]) -> int:
-    """FLOPs of a call on this process. A causal attention operator counts as if it were not: it has half the pairs."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces every start and stop on stderr otherwise
+    """FLOPs of a call in this process. A causal attention operator counts as if it were not causal: twice its pairs."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler logs every start and stop to stderr
     with profile(record_shapes=True, use_kineto=False) as profiler:
         call()
     return sum(_flops(event.name, event.input_shapes) for event in profiler.function_events or ())
@@ -122,14 +122,14 @@ def _attention(queries: list[int], keys: list[int], products: int) -> int:
 
 
 def loopback_bytes_sent() -> int:
-    """Bytes that the loopback interface has sent so far, of all processes on this machine."""
+    """Bytes that the loopback interface has sent since boot, for all processes."""
     return int(psutil.net_io_counters(pernic=True)["lo"].bytes_sent)
 
 
-def why_not_seen(group: dist.ProcessGroup) -> str:
-    """Why the loopback interface does not see a group's messages; empty if it does."""
+def why_loopback_is_blind(group: dist.ProcessGroup) -> str:
+    """Why the loopback interface does not see the traffic of a group; empty if it does."""
     if sys.platform != "linux":
-        return "no loopback counters on this system"
+        return "this system has no loopback counters"
     if dist.get_backend(group) != "gloo":
-        return f"{dist.get_backend(group)} does not go through the loopback interface"
+        return f"{dist.get_backend(group)} does not use the loopback interface"
     return ""

@@ -1,12 +1,13 @@
-"""A page of results, made once, shown three ways: in a terminal, as Markdown, and as one self-contained HTML file."""
+"""A page of results, shown in three ways: in a terminal, as Markdown, and as one self-contained HTML file."""
 
 from __future__ import annotations
 
 import base64
 import io
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.table import Table as RichTable
@@ -19,24 +20,35 @@ if TYPE_CHECKING:
 
 
 Rows = list[list[str]]
+Badge = Literal["", "PASS", "FAIL", "INCOMPLETE"]
+
+_CELL_STYLES = {  # verdicts: CSS class in HTML, style in a terminal
+    "pass": ("good", "green"),
+    "holds": ("good", "green"),
+    "FAIL": ("bad", "bold red"),
+    "FAILS": ("bad", "bold red"),
+    "not measured": ("open", "yellow"),
+    "not supported": ("open", "yellow"),
+}
 
 
 @dataclass(frozen=True)
 class Table:
-    """``rows`` are cells as they are shown; the first row is the head. ``text`` says what to see, in Markdown.
+    """``rows`` are the cells as shown; the first row is the header. ``text`` says what to look at, in Markdown.
 
-    A table of ``details`` is left out of a terminal.
+    A terminal shows no table of ``details``, and only the ``terminal_columns`` of a table that has them.
     """
 
     title: str
     rows: Rows
     text: str = ""
     details: bool = False
+    terminal_columns: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure with a caption that says what to see. ``name`` becomes its file name beside a Markdown page."""
+    """A figure with a caption that says what to look at. ``name`` is the stem of its file next to a Markdown page."""
 
     name: str
     figure: Figure
@@ -45,17 +57,21 @@ class Picture:
 
 @dataclass(frozen=True)
 class Page:
-    """One report: a title, one plain sentence, how it was made and on what, then tables and pictures."""
+    """One report: a title, the result in one sentence, the command and the machine, then tables and pictures.
+
+    A page with a pass/fail result has a ``badge``.
+    """
 
     title: str
     sentence: str
     command: str
     machine: str
     parts: list[Table | Picture] = field(default_factory=list)
+    badge: Badge = ""
 
 
 def print_page(page: Page, console: Console) -> None:
-    """Tables to a terminal; pictures and details are left out."""
+    """Print the tables to a terminal, without pictures and details."""
     for part in page.parts:
         if isinstance(part, Table) and not part.details:
             console.print(rich_table(part))
@@ -65,15 +81,20 @@ def print_page(page: Page, console: Console) -> None:
 
 
 def rich_table(table: Table) -> RichTable:
-    shown = RichTable(*table.rows[0], title=table.title, title_justify="left")
-    for row in table.rows[1:]:
-        shown.add_row(*map(Text, row))  # as it is, on any console: brackets are not markup
+    """The table for a terminal: as wide as its cells, never wider than the console, and no cell is truncated."""
+    columns = table.terminal_columns or tuple(range(len(table.rows[0])))
+    shown = RichTable(title=table.title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for i in columns:
+        shown.add_column(Text(table.rows[0][i]), overflow="fold")
+    for row in table.rows[1:]:  # Text: brackets are not markup, on any console
+        shown.add_row(*(Text(row[i], style=_CELL_STYLES.get(row[i], ("", ""))[1]) for i in columns))
     return shown
 
 
 def markdown(page: Page, pictures: str) -> str:
-    """The page as Markdown; ``pictures`` is the folder of its pictures, as seen from the page."""
-    lines = [f"# {page.title}", "", page.sentence, "", f"Written by `{page.command}`; do not edit. {page.machine}."]
+    """The page as Markdown; ``pictures`` is the folder of its pictures, relative to the page."""
+    result = f"**{page.badge}.** {page.sentence}" if page.badge else page.sentence
+    lines = [f"# {page.title}", "", result, "", f"Written by `{page.command}`; do not edit. {page.machine}."]
     for part in page.parts:
         if isinstance(part, Picture):
             lines += ["", f"![{part.caption}]({pictures}/{part.name}.png)", "", f"*{part.caption}*"]
@@ -90,17 +111,18 @@ def markdown_table(rows: Rows) -> list[str]:
 
 
 def html(page: Page) -> str:
-    """The page as one HTML file that needs nothing else: no network, no script."""
+    """The page as one self-contained HTML file, without scripts or network access."""
     from jinja2 import Environment, PackageLoader  # noqa: PLC0415
 
     environment = Environment(loader=PackageLoader("ringspan.tools", "."), autoescape=True)
     environment.filters["svg"] = _svg
     environment.tests["picture"] = lambda part: isinstance(part, Picture)
-    return environment.get_template("page.html.j2").render(page=page)
+    classes = {cell: css for cell, (css, _) in _CELL_STYLES.items()}
+    return environment.get_template("page.html.j2").render(page=page, classes=classes)
 
 
 def write_page(page: Page, folder: Path, name: str) -> dict[str, Path]:
-    """Write ``name``.md with its pictures beside it, and ``name``.html; where each one is."""
+    """Write ``name``.md with its pictures in ``figures/``, and ``name``.html; return the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     for part in page.parts:
         if isinstance(part, Picture):
@@ -113,13 +135,13 @@ def write_page(page: Page, folder: Path, name: str) -> dict[str, Path]:
 
 
 def write_into(path: Path, marker: str, lines: list[str]) -> None:
-    """Replace what stands between ``<!-- marker -->`` and ``<!-- end of marker -->`` in a file of somebody's own."""
+    """Replace the text between ``<!-- marker -->`` and ``<!-- end of marker -->`` in a file."""
     before, after = split_at_markers(path, marker)
     path.write_text("\n".join([before, *lines, after]))
 
 
 def split_at_markers(path: Path, marker: str) -> tuple[str, str]:
-    """What stands before and after the place between a file's markers, markers included."""
+    """The text up to and including the first marker, and from the second marker on."""
     text = path.read_text()
     start, end = f"<!-- {marker} -->", f"<!-- end of {marker} -->"
     before, found, rest = text.partition(start)
@@ -130,7 +152,7 @@ def split_at_markers(path: Path, marker: str) -> tuple[str, str]:
 
 
 def _svg(figure: Figure) -> str:
-    """A figure as an image that the page carries inside itself."""
+    """A figure as a data URI."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="svg")
     return "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode()

@@ -1,4 +1,4 @@
-"""The right results, from drawn rows alone, equal those of the dense oracle."""
+"""Results computed from sampled rows alone equal those of the dense oracle."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ringspan.geometry import Dilated, Full, Pattern
 from ringspan.layout import Layout, LayoutName
 from ringspan.oracle import dense_attention
 from ringspan.tools.verify import expected as module
-from ringspan.tools.verify.expected import Place, drawn_rows, expect, own_rows
-from ringspan.tools.verify.settings import Case
+from ringspan.tools.verify.expected import expect, own_rows, positions, sampled_rows
+from ringspan.tools.verify.workload import VerifyCase
 from tests.ranks import starts_processes
 
 pytestmark = starts_processes
@@ -23,24 +23,23 @@ pytestmark = starts_processes
 def test_results_of_every_rank_equal_the_dense_oracle(
     pattern: Pattern, layout_name: LayoutName, causal: bool, most_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = Case(pattern, 67, 2, 4, 2, 8, "float64")
+    case = VerifyCase(pattern, 67, 2, 4, 2, 8, "float64")
     layout = Layout(layout_name, case.tokens, 3)
-    monkeypatch.setattr(module, "_MOST_PAIRS", 1)
-    monkeypatch.setattr(module, "_LEAST_ROWS", most_rows)
-    places = [Place(layout, rank) for rank in range(3)]
+    monkeypatch.setattr(module, "_MAX_PAIRS", 1)
+    monkeypatch.setattr(module, "_MIN_ROWS", most_rows)
     whole = [torch.empty(2, 67, heads, 8, dtype=torch.float64) for heads in (4, 2, 2, 4)]
-    for place in places:
-        for x, rows in zip(whole, own_rows(case, place), strict=True):
-            x[:, place.positions(place.rank)] = rows
+    for rank in range(3):
+        for x, rows in zip(whole, own_rows(case, layout, rank), strict=True):
+            x[:, positions(layout, rank)] = rows
     *leaves, grad_out = whole
-    drawn = drawn_rows(case, layout)
-    assert len(drawn) == 67 if most_rows > 67 else 10 < len(drawn) <= 20
-    assert (grad_out.abs().sum((0, 2, 3)) > 0).nonzero()[:, 0].tolist() == drawn.tolist()
+    sampled = sampled_rows(case, layout)
+    assert len(sampled) == 67 if most_rows > 67 else 10 < len(sampled) <= 20
+    assert (grad_out.abs().sum((0, 2, 3)) > 0).nonzero()[:, 0].tolist() == sampled.tolist()
     out, _ = dense_attention(*(x.requires_grad_() for x in leaves), pattern=pattern, causal=causal)
     right = [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
-    for place in places:
-        found = [x[:, place.positions(place.rank)] for x in right]
-        wanted = expect(case, causal, place, backward=True)
+    for rank in range(3):
+        found = [x[:, positions(layout, rank)] for x in right]
+        wanted = expect(case, causal, layout, rank, backward=True)
         assert max(wanted.errors(found)) < 1e-13
         found[2][0, 0, 0, 0] += 1e-9
         assert wanted.errors(found)[2] > 1e-10
@@ -48,7 +47,7 @@ def test_results_of_every_rank_equal_the_dense_oracle(
         assert wanted.errors(found)[0] == torch.inf
 
 
-def test_borders_of_shards_are_among_the_drawn_rows() -> None:
-    rows = drawn_rows(Case(Full(), 2**20, 1, 4, 4, 64, "float32"), Layout("contiguous", 2**20, 4)).tolist()
+def test_borders_of_shards_are_among_the_sampled_rows() -> None:
+    rows = sampled_rows(VerifyCase(Full(), 2**20, 1, 4, 4, 64, "float32"), Layout("contiguous", 2**20, 4)).tolist()
     assert len(rows) <= 32
     assert {0, 2**18 - 1, 2**18, 2**19, 3 * 2**18, 2**20 - 1} <= set(rows)

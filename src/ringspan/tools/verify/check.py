@@ -147,9 +147,7 @@ def values_of(measured: ByRing, measurement: str) -> dict[int, list[Any]]:
     return {size: [each[measurement] for each in ranks] for size, ranks in measured.items() if measurement in ranks[0]}
 
 
-def judge_if_measured(
-    measured: ByRing, measurement: str, name: str, case: str, judge: Callable[[], Check]
-) -> Check:
+def judge_if_measured(measured: ByRing, measurement: str, name: str, case: str, judge: Callable[[], Check]) -> Check:
     """The check that ``judge`` returns; a failed one if the measurement failed on some rank."""
     for size, ranks in values_of(measured, measurement).items():
         for rank, value in enumerate(ranks):

@@ -7,116 +7,126 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from ringspan.tools.verify.check import ByRing, Check, Unsupported, answers_to, check_with
-from ringspan.tools.verify.examination import Comparison, Examination
-from ringspan.tools.verify.settings import Case, Settings
+from ringspan.tools.verify.check import (
+    ByRing,
+    Check,
+    Comparison,
+    Harness,
+    Unsupported,
+    judge_if_measured,
+    values_of,
+)
+from ringspan.tools.verify.workload import VerifyCase, VerifySettings
 
-_RAN = "every case that was compared"
+_ALL_CASES = "every compared case"
 
 
 @dataclass(frozen=True)
-class ExactAnswer:
-    """How many rows the rank held, and gave back, of each case."""
+class ShardMeasurement:
+    """The number of rows that the rank held, and returned, in each case."""
 
     rows: tuple[int, ...]
     tokens: tuple[int, ...]
 
 
-def ask_exact(examination: Examination) -> ExactAnswer:
-    cases = examination.settings.exact
+def measure_exact(harness: Harness) -> ShardMeasurement:
+    cases = harness.settings.exact
     for case in cases:
         for causal in (False, True):
-            examination.run(case, causal)
-    rows = (examination.place(case).layout.rows_of(examination.bound.ring.rank) for case in cases)
-    return ExactAnswer(tuple(rows), tuple(case.tokens for case in cases))
+            harness.run(case, causal)
+    rows = (harness.layout(case).rows_of(harness.rank) for case in cases)
+    return ShardMeasurement(tuple(rows), tuple(case.tokens for case in cases))
 
 
-def ask_uneven(examination: Examination) -> Unsupported | None:
-    if examination.bound.subject.equal_shards:
-        return Unsupported("it says equal_shards = True")
-    return _if_supported(examination, examination.settings.uneven)
+def measure_uneven(harness: Harness) -> Unsupported | None:
+    if harness.bound.implementation.equal_shards:
+        return Unsupported("the function sets equal_shards = True")
+    return _run_if_supported(harness, harness.settings.uneven)
 
 
-def ask_grouped(examination: Examination) -> Unsupported | None:
-    return _if_supported(examination, examination.settings.grouped)
+def measure_grouped(harness: Harness) -> Unsupported | None:
+    return _run_if_supported(harness, harness.settings.grouped)
 
 
-def _if_supported(examination: Examination, cases: Iterable[Case]) -> Unsupported | None:
-    """A subject may raise instead, if it does so on every rank. What it returns must be right."""
+def _run_if_supported(harness: Harness, cases: Iterable[VerifyCase]) -> Unsupported | None:
+    """An implementation may raise, if it does so on every rank. If it returns, the results must be correct."""
     for case in cases:
         for causal in (False, True):
             try:
-                found = examination.call(examination.own_rows(case), case, causal, backward=True)
+                found = harness.call(harness.own_rows(case), case, causal, backward=True)
             except Exception as error:
                 return Unsupported("".join(traceback.format_exception_only(error)).strip())
-            examination.compare(examination.expect(case, causal, backward=True), found)
+            harness.compare(harness.expect(case, causal, backward=True), found)
     return None
 
 
-def check_split(answers: ByRing, settings: Settings) -> Check:
-    name, ran = "the sequence is split", f"{len(settings.exact)} cases; the figure is of {settings.exact[-1]}"
+def judge_sharding(measured: ByRing, settings: VerifySettings) -> Check:
+    name, case = "the sequence is sharded", f"{len(settings.exact)} cases; the result is that of {settings.exact[-1]}"
 
     def judge() -> Check:
-        exact = answers_to(answers, "exact")
+        exact = values_of(measured, "exact")
         for size, ranks in exact.items():
             for i, tokens in enumerate(ranks[0].tokens):
-                rows = [answer.rows[i] for answer in ranks]
+                rows = [each.rows[i] for each in ranks]
                 if sum(rows) != tokens or max(rows) > -(-tokens // size) + 1:
-                    reason = f"of {tokens:,} rows, ranks hold {rows}"
-                    return Check(name, "FAILS", f"ring of {size}", reason, ran)
-        largest = exact[max(exact)]
-        rows = [answer.rows[-1] for answer in largest]
-        each = f"{rows[0]:,}" if len(set(rows)) == 1 else f"{min(rows):,} to {max(rows):,}"
-        figure = f"{sum(rows):,} rows over {len(rows)} ranks: {each} each"
-        return Check(name, "holds", figure, "each rank is given its own rows, and returns as many", ran)
+                    reason = f"the ranks hold {rows} rows of {tokens:,}"
+                    return Check(name, "FAIL", f"ring of {size}", reason, case)
+        rows = [each.rows[-1] for each in exact[max(exact)]]
+        each_rank = f"{rows[0]:,}" if len(set(rows)) == 1 else f"{min(rows):,} to {max(rows):,}"
+        result = f"{sum(rows):,} rows over {len(rows)} ranks: {each_rank} each"
+        return Check(name, "pass", result, "each rank gets its own rows only, and returns the same number", case)
 
-    return check_with(answers, "exact", name, ran, judge)
+    return judge_if_measured(measured, "exact", name, case, judge)
 
 
-def check_output(answers: ByRing, settings: Settings) -> Check:
+def judge_output(measured: ByRing, settings: VerifySettings) -> Check:
     name, cases = "the output is exact", _own_cases(settings)
-    return check_with(answers, "exact", name, _RAN, lambda: _check_error(answers, name, "output", cases))
+    return judge_if_measured(
+        measured, "exact", name, _ALL_CASES, lambda: _judge_errors(measured, name, "output", cases)
+    )
 
 
-def check_gradients(answers: ByRing, settings: Settings) -> Check:
+def judge_gradients(measured: ByRing, settings: VerifySettings) -> Check:
     name, cases = "the gradients are exact", _own_cases(settings)
-    return check_with(answers, "exact", name, _RAN, lambda: _check_error(answers, name, "gradient", cases))
+    return judge_if_measured(
+        measured, "exact", name, _ALL_CASES, lambda: _judge_errors(measured, name, "gradient", cases)
+    )
 
 
-def check_uneven(answers: ByRing, settings: Settings) -> Check:
-    return _check_supported(answers, "uneven", "uneven shards are exact", settings.uneven)
+def judge_uneven(measured: ByRing, settings: VerifySettings) -> Check:
+    return _judge_if_supported(measured, "uneven", "uneven shards are exact", settings.uneven)
 
 
-def check_grouped(answers: ByRing, settings: Settings) -> Check:
-    return _check_supported(answers, "grouped", "grouped KV heads are exact", settings.grouped)
+def judge_grouped(measured: ByRing, settings: VerifySettings) -> Check:
+    return _judge_if_supported(measured, "grouped", "grouped KV heads are exact", settings.grouped)
 
 
-def _check_supported(answers: ByRing, question: str, name: str, cases: tuple[Case, ...]) -> Check:
-    ran = _cases_text(cases)
+def _judge_if_supported(measured: ByRing, measurement: str, name: str, cases: tuple[VerifyCase, ...]) -> Check:
+    texts = dict.fromkeys(map(str, cases))
+    case = "; ".join(texts)
 
     def judge() -> Check:
         refused = ""
-        for size, ranks in answers_to(answers, question).items():
-            raised = [answer.reason for answer in ranks if isinstance(answer, Unsupported)]
+        for size, ranks in values_of(measured, measurement).items():
+            raised = [value.reason for value in ranks if isinstance(value, Unsupported)]
             if raised and len(raised) < size:
-                reason = f"some ranks of a ring raise, and the others go on without them: {raised[0]}"
-                return Check(name, "FAILS", f"{len(raised)} of {size} ranks raised", reason, ran)
+                reason = f"some ranks of a ring raise and leave the others waiting: {raised[0]}"
+                return Check(name, "FAIL", f"{len(raised)} of {size} ranks raised", reason, case)
             refused = raised[0] if raised else refused
         if refused:
-            return Check(name, "not supported", "refused on every rank", refused, ran, essential=False)
-        texts = {str(case) for case in cases}
-        output, gradients = (_check_error(answers, name, what, texts) for what in ("output", "gradient"))
-        return replace(output if output.verdict == "FAILS" else gradients, ran=ran)
+            return Check(name, "not supported", "every rank raised", refused, case, essential=False)
+        output, gradients = (_judge_errors(measured, name, what, set(texts)) for what in ("output", "gradient"))
+        return replace(output if output.verdict == "FAIL" else gradients, case=case)
 
-    return check_with(answers, question, name, ran, judge)
+    return judge_if_measured(measured, measurement, name, case, judge)
 
 
-def _check_error(answers: ByRing, name: str, what: str, cases: set[str]) -> Check:
-    """Every call of these cases, on every rank, whatever it was made for."""
+def _judge_errors(measured: ByRing, name: str, what: str, cases: set[str]) -> Check:
+    """Every call of these cases on every rank, including calls that measured something else."""
     calls = wrong = 0
     worst: dict[str, tuple[float, float, float, str]] = {}  # by dtype
-    for size, ranks in answers_to(answers, "comparisons").items():
-        for comparison in (each for given in ranks for each in given if each.case in cases):
+    for size, ranks in values_of(measured, "comparisons").items():
+        for comparison in (each for rank in ranks for each in rank if each.case in cases):
             if what == "gradient" and not comparison.backward:
                 continue
             error, allowed = getattr(comparison, f"{what}_error"), getattr(comparison, f"{what}_allowed")
@@ -127,38 +137,38 @@ def _check_error(answers: ByRing, name: str, what: str, cases: set[str]) -> Chec
             dtype = comparison.case.rpartition(", ")[2]
             worst[dtype] = max(found, worst.get(dtype, found))
     errors = [f"{dtype}: error {worst[dtype][1]:.1e}, allowed {worst[dtype][2]:.1e}" for dtype in sorted(worst)[::-1]]
-    figure = "; ".join(errors)
+    result = "; ".join(errors)
     if wrong:
         reason = f"{wrong} of {calls} results differ from the definition; worst {max(worst.values())[3]}"
-        return Check(name, "FAILS", figure, reason, _RAN)
-    return Check(name, "holds", figure, f"all {calls} results, of every call on every rank, equal the definition", _RAN)
+        return Check(name, "FAIL", result, reason, _ALL_CASES)
+    return Check(name, "pass", result, f"all {calls} results, on every rank, match the definition", _ALL_CASES)
 
 
-def _own_cases(settings: Settings) -> set[str]:
+def _own_cases(settings: VerifySettings) -> set[str]:
+    """The cases that every implementation must support."""
     return {str(case) for case in settings.all_cases} - {str(case) for case in (*settings.uneven, *settings.grouped)}
 
 
-def _cases_text(cases: Iterable[Case]) -> str:
-    return "; ".join(dict.fromkeys(str(case) for case in cases))
-
-
-def comparison_rows(answers: ByRing) -> list[list[str]]:
-    """A table of what was compared: one row for each case, over all rings and ranks."""
-    found: defaultdict[str, list[Comparison]] = defaultdict(list)
-    for ranks in answers_to(answers, "comparisons").values():
-        for comparison in (each for given in ranks for each in given):
-            found[comparison.case].append(comparison)
-    table = [["case", "causal", "rows compared", "calls", "output error", "allowed", "gradient error", "allowed"]]
-    for case, some in found.items():
-        causal = " and ".join(dict.fromkeys("yes" if each.causal else "no" for each in some))
-        rows = f"{some[0].rows:,}" + (" (all)" if some[0].rows == some[0].tokens else f" of {some[0].tokens:,}")
-        cells = [case, causal, rows, f"{sum(each.calls for each in some):,}"]
+def comparison_rows(measured: ByRing) -> list[list[str]]:
+    """A table of the comparisons: one row per case, over all rings and ranks."""
+    by_case: defaultdict[str, list[Comparison]] = defaultdict(list)
+    for ranks in values_of(measured, "comparisons").values():
+        for comparison in (each for rank in ranks for each in rank):
+            by_case[comparison.case].append(comparison)
+    table = [
+        ["case", "causal", "rows compared", "calls", "output error", "output limit", "gradient error", "gradient limit"]
+    ]
+    for case, comparisons in by_case.items():
+        causal = " and ".join(dict.fromkeys("yes" if each.causal else "no" for each in comparisons))
+        rows, tokens = comparisons[0].rows, comparisons[0].tokens
+        cells = [case, causal, f"{rows:,}" + (" (all)" if rows == tokens else f" of {tokens:,}")]
+        cells.append(f"{sum(each.calls for each in comparisons):,}")
         for what in ("output", "gradient"):
-            of = [each for each in some if what == "output" or each.backward]
-            if not of:
+            compared = [each for each in comparisons if what == "output" or each.backward]
+            if not compared:
                 cells += ["forward only", ""]
                 continue
-            worst = max(of, key=lambda each: getattr(each, f"{what}_error"))
+            worst = max(compared, key=lambda each: getattr(each, f"{what}_error"))
             cells += [f"{getattr(worst, f'{what}_{part}'):.1e}" for part in ("error", "allowed")]
         table.append(cells)
     return table

@@ -1,4 +1,4 @@
-"""Memory: the peak of a rank, which must fall as the ring grows."""
+"""Memory: the peak of a rank must fall as the ring grows."""
 
 from __future__ import annotations
 
@@ -6,78 +6,74 @@ import statistics
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from ringspan.tools.verify.check import ByRing, Check, answers_to, check_with
-from ringspan.tools.verify.examination import Examination
-from ringspan.tools.verify.settings import Case, Settings
+from ringspan.tools.verify.check import ByRing, Check, Harness, judge_if_measured, values_of
+from ringspan.tools.verify.workload import VerifyCase, VerifySettings
 
-MOST_WORKSPACE_BYTES = 64 * 2**20
+MAX_WORKSPACE_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
-class MemoryAnswer:
-    """Peak growth of forward and backward, this rank's rows included."""
+class MemoryMeasurement:
+    """Peak memory growth of forward and backward, including this rank's rows."""
 
     peak_bytes: int
 
 
-def ask_memory(examination: Examination) -> MemoryAnswer | None:
-    """The first question, while the process is fresh. None on a ring whose memory says nothing."""
-    settings, results = examination.settings, list[list[Tensor]]()
+def measure_memory(harness: Harness) -> MemoryMeasurement | None:
+    """Runs first, while the process is fresh. None on a ring size whose memory is not judged."""
+    settings = harness.settings
     case, small, causal = settings.memory, settings.warm_up, settings.memory_causal
-    if examination.bound.ring.size not in settings.memory_rings:
+    if harness.bound.ring.size not in settings.memory_rings:
         return None
-    # Threads, libraries and connections are there before: their memory is not the sequence's.
-    warm = examination.call(examination.own_rows(small), small, True, backward=True)
-    examination.barrier()
-    peak = examination.device.peak_growth(
-        lambda: results.append(examination.call(examination.own_rows(case), case, causal, backward=True))
+    # The warm-up creates threads, libraries and connections, whose memory does not depend on the sequence.
+    warm = harness.call(harness.own_rows(small), small, True, backward=True)
+    harness.barrier()
+    results, peak = harness.device.peak_growth(
+        lambda: harness.call(harness.own_rows(case), case, causal, backward=True)
     )
-    examination.barrier()
-    examination.compare(examination.expect(small, True, backward=True), warm)
-    examination.compare(examination.expect(case, causal, backward=True), results[0])
-    return MemoryAnswer(peak)
+    harness.barrier()
+    harness.compare(harness.expect(small, True, backward=True), warm)
+    harness.compare(harness.expect(case, causal, backward=True), results)
+    return MemoryMeasurement(peak)
 
 
-def peaks(answers: ByRing) -> dict[int, int]:
-    """Ring size -> the largest peak of a rank."""
-    measured = answers_to(answers, "memory")
-    return {size: max(given.peak_bytes for given in ranks) for size, ranks in measured.items() if ranks[0] is not None}
+def peaks(measured: ByRing) -> dict[int, int]:
+    """Ring size -> the largest peak of its ranks."""
+    by_ring = values_of(measured, "memory")
+    return {size: max(each.peak_bytes for each in ranks) for size, ranks in by_ring.items() if ranks[0] is not None}
 
 
-def fit(found: dict[int, int]) -> tuple[float, float]:
-    """Least squares of the peaks by ring size k as a + b / k, in bytes."""
-    slope, intercept = statistics.linear_regression([1 / size for size in found], list(found.values()))
+def fit(peak_bytes: dict[int, int]) -> tuple[float, float]:
+    """Least-squares fit of the peaks by ring size k as a + b / k, in bytes."""
+    slope, intercept = statistics.linear_regression([1 / size for size in peak_bytes], list(peak_bytes.values()))
     return intercept, slope
 
 
-def most_bytes(case: Case) -> int:
-    """What a rank may need beyond its share of the sequence: a workspace, and one of the tensors whole.
+def max_constant_bytes(case: VerifyCase) -> int:
+    """The most memory that may stay constant as the ring grows: a workspace, and one whole tensor.
 
-    A rank that gathers keys and values holds at least four: these, and their gradients.
+    A rank that gathers K and V holds at least four whole tensors: K, V and their gradients.
     """
     number_bytes: int = getattr(torch, case.dtype).itemsize
-    return MOST_WORKSPACE_BYTES + case.batch * case.tokens * case.heads * case.dim * number_bytes
+    return MAX_WORKSPACE_BYTES + case.batch * case.tokens * case.heads * case.head_dim * number_bytes
 
 
-def check_memory(answers: ByRing, settings: Settings) -> Check:
-    name, ran = "memory falls as 1/k", str(settings.memory)
+def judge_memory(measured: ByRing, settings: VerifySettings) -> Check:
+    name, case = "memory per rank falls as 1/k", str(settings.memory)
 
     def judge() -> Check:
-        found = peaks(answers)
+        found, rings = peaks(measured), settings.memory_rings
         if len(found) < 2:
-            needed = (
-                " and ".join(map(str, settings.memory_rings[:2])) if len(settings.memory_rings) > 1 else "two sizes"
-            )
-            return Check(name, "not seen", "too few rings", f"it needs rings of {needed}", ran)
+            needed = " and ".join(map(str, rings[:2])) if len(rings) > 1 else "two sizes"
+            return Check(name, "not measured", "too few ring sizes", f"needs rings of {needed}", case)
         a, b = (x / 2**20 for x in fit(found))
-        figure = f"{a:.0f} + {b:.0f} / k MiB"
-        limit = most_bytes(settings.memory) / 2**20
+        result = f"{a:.0f} + {b:.0f} / k MiB"
+        limit = max_constant_bytes(settings.memory) / 2**20
         if a > limit:
-            reason = f"{a:.0f} MiB do not fall with the ring, more than {limit:.0f}: a rank holds more than its share"
-            return Check(name, "FAILS", figure, reason, ran)
-        rings = ", ".join(map(str, found))
-        return Check(name, "holds", figure, f"the peak of a rank, fitted over rings of {rings}", ran)
+            reason = f"{a:.0f} MiB stay constant as the ring grows, allowed {limit:.0f}: ranks hold more than a shard"
+            return Check(name, "FAIL", result, reason, case)
+        sizes = ", ".join(map(str, found))
+        return Check(name, "pass", result, f"fitted to the peak of a rank on rings of k = {sizes}", case)
 
-    return check_with(answers, "memory", name, ran, judge)
+    return judge_if_measured(measured, "memory", name, case, judge)

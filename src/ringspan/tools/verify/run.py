@@ -1,9 +1,8 @@
-"""What launched ranks tell one another: answers as JSON. Nothing that comes from a peer is unpickled."""
+"""Runs `ringspan verify`: starts the ranks of each ring, measures on every rank, and judges all checks."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import sys
 import traceback
@@ -15,86 +14,115 @@ import torch
 import torch.distributed as dist
 
 from ringspan.runtime.collectives import all_gather_json
-from ringspan.runtime.device import Cpu, Device, this_ranks_device
+from ringspan.runtime.device import Cpu, Device, local_device
 from ringspan.runtime.launch import run_local_ranks
-from ringspan.tools.verify import check, exactness, examination, memory, reach, speed, wire, work
-from ringspan.tools.verify.check import Answers, ByRing, Check, Failed
-from ringspan.tools.verify.examination import Examination
+from ringspan.tools.verify import check, exactness, flops, memory, speed, traffic, visibility
+from ringspan.tools.verify.check import ByRing, Check, Failed, Harness, Measured
 from ringspan.tools.verify.expected import Oracle, expect
-from ringspan.tools.verify.settings import Settings, Subject
+from ringspan.tools.verify.workload import Implementation, VerifySettings
 
-_KINDS = {
-    name: kind
-    for module in (check, examination, exactness, memory, reach, speed, wire, work)
-    for name, kind in vars(module).items()
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind)
+# Memory comes first, while the process is fresh; cases that an implementation may refuse come last.
+MEASUREMENTS: dict[str, Callable[[Harness], Any]] = {
+    "memory": memory.measure_memory,
+    "exact": exactness.measure_exact,
+    "visibility": visibility.measure_visibility,
+    "traffic": traffic.measure_traffic,
+    "flops": flops.measure_flops,
+    "speed": speed.measure_speed,
+    "overlap": speed.measure_overlap,
+    "uneven": exactness.measure_uneven,
+    "grouped": exactness.measure_grouped,
 }
 
-
-def tell_all(mine: Any, device: torch.device) -> list[Any]:
-    """What each rank of the whole group has to tell, in order of rank."""
-    return [read(text) for text in all_gather_json(write(mine), device=device)]
-
-
-def write(told: Any) -> str:
-    """Answers as JSON; a kind of answer is known by its name.
-
-    >>> write({"work": work.WorkAnswer(3, 0.5)})
-    '{"work": {"kind": "WorkAnswer", "flops": 3, "share": 0.5}}'
-    """
-    return json.dumps(told, default=lambda answer: {"kind": type(answer).__name__, **vars(answer)})
-
-
-def read(text: str) -> Any:
-    """What `write` has written.
-
-    >>> read('{"work": {"kind": "WorkAnswer", "flops": 3, "share": 0.5}}')
-    {'work': WorkAnswer(flops=3, share=0.5)}
-    """
-    return json.loads(text, object_hook=_answer)
+# In the order of the report.
+CHECKS: tuple[Callable[[ByRing, VerifySettings], Check], ...] = (
+    exactness.judge_sharding,
+    visibility.judge_mixing,
+    visibility.judge_heads,
+    visibility.judge_masking,
+    exactness.judge_output,
+    exactness.judge_gradients,
+    exactness.judge_uneven,
+    exactness.judge_grouped,
+    traffic.judge_traffic,
+    memory.judge_memory,
+    flops.judge_total,
+    flops.judge_shares,
+    speed.judge_speed,
+    speed.judge_overlap,
+)
 
 
-def _answer(values: dict[str, Any]) -> Any:
-    if "kind" not in values:
-        return values
-    figures = {name: tuple(x) if isinstance(x, list) else x for name, x in values.items() if name != "kind"}
-    return _KINDS[values["kind"]](**figures)
+def measure_rank(
+    group: dist.ProcessGroup,
+    device: Device,
+    implementation: Implementation,
+    settings: VerifySettings,
+    measurements: Sequence[str] = tuple(MEASUREMENTS),
+    oracle: Oracle = expect,
+) -> Measured:
+    """All measurements of this rank, or some of them. After one has failed, the rest are skipped."""
+    harness = Harness(implementation.bind(group), device, settings, oracle)
+    measured: Measured = {}
+    failed = ""
+    for name in measurements:
+        if failed:
+            measured[name] = Failed(f"skipped, because {failed} failed")
+            continue
+        try:
+            measured[name] = MEASUREMENTS[name](harness)
+        except Exception as error:  # the implementation may raise anything
+            measured[name] = Failed("".join(traceback.format_exception_only(error)).strip())
+            failed = name
+    return {**measured, "comparisons": list(harness.comparisons.values())}
+
+
+def failed_ring(size: int, reason: str) -> list[Measured]:
+    """The measurements of a ring that died or timed out: all failed."""
+    return [{**{name: Failed(reason) for name in MEASUREMENTS}, "comparisons": []} for _ in range(size)]
+
+
+def judge_all(measured: ByRing, settings: VerifySettings) -> list[Check]:
+    return [judge(measured, settings) for judge in CHECKS]
 
 
 Task = Callable[..., Any]
 
 
-class Team(Protocol):
-    """Runs ``task(group, device, *arguments)`` on rings of a given size; what each rank returned, in order."""
+class Ranks(Protocol):
+    """The ranks that can form rings."""
 
     @property
-    def where(self) -> str: ...
+    def where(self) -> str:
+        """What they run on, for the report."""
 
     @property
-    def is_speaker(self) -> bool:
-        """Whether this process is the one that prints and writes."""
+    def is_main(self) -> bool:
+        """Whether this process prints and writes the report."""
 
     @property
     def parallel_ranks(self) -> int:
-        """How many ranks have a device of their own: beyond that, speed means nothing."""
+        """How many ranks have their own core or device; larger rings are not timed."""
 
     @property
-    def most_ranks(self) -> int:
-        """The largest ring that can be had."""
+    def max_ranks(self) -> int:
+        """The size of the largest possible ring."""
 
-    def sizes(self, wanted: list[int]) -> list[int]: ...
+    def sizes(self, wanted: list[int]) -> list[int]:
+        """The ring sizes to verify."""
 
-    def run(self, size: int, task: Task, *arguments: Any) -> list[Any]: ...
+    def run(self, size: int, task: Task, *arguments: Any) -> list[Any]:
+        """Run ``task(group, device, *arguments)`` on a ring of this size; the results in order of rank."""
 
 
 @dataclass(frozen=True)
-class LocalTeam:
-    """Fresh processes on this machine for each ring, gloo, one thread a rank."""
+class LocalRanks:
+    """New processes on this machine for each ring: gloo, one thread per rank."""
 
     timeout_seconds: float = 600.0
-    where: str = "local processes, gloo, one thread a rank"
-    is_speaker: bool = True
-    most_ranks: int = sys.maxsize
+    where: str = "local processes, gloo, one thread per rank"
+    is_main: bool = True
+    max_ranks: int = sys.maxsize
 
     @property
     def parallel_ranks(self) -> int:
@@ -104,117 +132,92 @@ class LocalTeam:
         return sorted({1, *wanted})
 
     def run(self, size: int, task: Task, *arguments: Any) -> list[Any]:
-        return run_local_ranks(size, _locally, task, arguments, timeout_seconds=self.timeout_seconds)
+        return run_local_ranks(size, _run_on_cpu, task, arguments, timeout_seconds=self.timeout_seconds)
 
 
-def _locally(task: Task, arguments: tuple[Any, ...]) -> Any:
+def _run_on_cpu(task: Task, arguments: tuple[Any, ...]) -> Any:
     return task(dist.group.WORLD, Cpu(), *arguments)
 
 
-class LaunchedTeam:
-    """The ranks that torchrun started: smaller rings are sub-groups of them, and every rank learns all answers."""
+class TorchrunRanks:
+    """The ranks that torchrun started. Smaller rings are sub-groups; every rank receives all results."""
 
-    is_speaker: bool
+    is_main: bool
     where: str
 
     def __init__(self) -> None:
-        self.device: Device = this_ranks_device()
+        self.device: Device = local_device()
         is_cpu = self.device.device.type == "cpu"
         if is_cpu:
             torch.set_num_threads(1)
         dist.init_process_group(self.device.backend, device_id=None if is_cpu else self.device.device)
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.is_speaker = self.rank == 0
-        self.where = f"{self.world} ranks started by torchrun, {self.device.backend}, {self.device.device.type}"
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.is_main = self.rank == 0
+        self.where = f"{self.world_size} ranks started by torchrun, {self.device.backend}, {self.device.device.type}"
         self.groups: dict[int, dist.ProcessGroup] = {}
 
     @property
     def parallel_ranks(self) -> int:
-        local = LocalTeam().parallel_ranks
-        return self.world if self.device.device.type != "cpu" else min(self.world, local)
+        on_cpu = self.device.device.type == "cpu"
+        return min(self.world_size, LocalRanks().parallel_ranks) if on_cpu else self.world_size
 
     @property
-    def most_ranks(self) -> int:
-        return self.world
+    def max_ranks(self) -> int:
+        return self.world_size
 
     def sizes(self, wanted: list[int]) -> list[int]:
-        """Powers of two up to the whole group, whatever was wished for: the group is what it is."""
-        return sorted({*(2**i for i in range(self.world.bit_length()) if 2**i <= self.world), self.world})
+        """Powers of two and the whole group; ``wanted`` is ignored, because torchrun fixes the number of ranks."""
+        powers = (2**i for i in range(self.world_size.bit_length()))
+        return sorted({*(size for size in powers if size <= self.world_size), self.world_size})
 
     def run(self, size: int, task: Task, *arguments: Any) -> list[Any]:
         if size not in self.groups:
             self.groups[size] = dist.new_group(list(range(size)))
         mine = task(self.groups[size], self.device, *arguments) if self.rank < size else None
-        return tell_all(mine, self.device.device)[:size]
+        return [decode(value) for value in all_gather_json(encode(mine), device=self.device.device)[:size]]
 
 
-def find_team(timeout_seconds: float = 600.0) -> Team:
-    """The group that torchrun has started, if we are in one; otherwise local processes."""
+def find_ranks(timeout_seconds: float = 600.0) -> Ranks:
+    """The ranks that torchrun started, if any; otherwise local processes."""
     if dist.is_torchelastic_launched():
-        return LaunchedTeam()
-    return LocalTeam(timeout_seconds)
+        return TorchrunRanks()
+    return LocalRanks(timeout_seconds)
 
 
-# Memory comes first, while the process is fresh; what a subject may refuse comes last.
-QUESTIONS: dict[str, Callable[[Examination], Any]] = {
-    "memory": memory.ask_memory,
-    "exact": exactness.ask_exact,
-    "reach": reach.ask_reach,
-    "bytes": wire.ask_bytes,
-    "work": work.ask_work,
-    "speed": speed.ask_speed,
-    "overlap": speed.ask_overlap,
-    "uneven": exactness.ask_uneven,
-    "grouped": exactness.ask_grouped,
+_MODULES = (check, exactness, flops, memory, speed, traffic, visibility)
+_KINDS = {
+    name: kind
+    for module in _MODULES
+    for name, kind in vars(module).items()
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind)
 }
 
-CHECKS: tuple[Callable[[ByRing, Settings], Check], ...] = (
-    exactness.check_split,
-    reach.check_mixing,
-    reach.check_heads,
-    reach.check_causality,
-    exactness.check_output,
-    exactness.check_gradients,
-    exactness.check_uneven,
-    exactness.check_grouped,
-    wire.check_bytes,
-    memory.check_memory,
-    work.check_work,
-    work.check_shares,
-    speed.check_speed,
-    speed.check_overlap,
-)
+
+def encode(value: Any) -> Any:
+    """Measurements as JSON values; each dataclass is tagged with its name.
+
+    >>> encode({"flops": flops.FlopsMeasurement(3, 0.5)})
+    {'flops': {'kind': 'FlopsMeasurement', 'flops': 3, 'share': 0.5}}
+    """
+    if dataclasses.is_dataclass(value):
+        return {"kind": type(value).__name__, **encode(vars(value))}
+    if isinstance(value, dict):
+        return {key: encode(inner) for key, inner in value.items()}
+    return [encode(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
-def examine(
-    group: dist.ProcessGroup,
-    device: Device,
-    subject: Subject,
-    settings: Settings,
-    questions: Sequence[str] = tuple(QUESTIONS),
-    oracle: Oracle = expect,
-) -> Answers:
-    """Ask this rank everything, or only some questions."""
-    examination = Examination(subject.on(group), device, settings, oracle)
-    answers: Answers = {}
-    broken = ""
-    for name in questions:
-        if broken:
-            answers[name] = Failed(f"not asked, since {broken} failed")
-            continue
-        try:
-            answers[name] = QUESTIONS[name](examination)
-        except Exception as error:  # the subject may be anybody's code: whatever it raises is an answer
-            answers[name] = Failed("".join(traceback.format_exception_only(error)).strip())
-            broken = name
-    return {**answers, "comparisons": list(examination.comparisons.values())}
+def decode(value: Any) -> Any:
+    """The inverse of `encode`.
 
-
-def no_answers(size: int, reason: str) -> list[Answers]:
-    """What stands for the answers of a ring that died or did not answer in time."""
-    return [{**{name: Failed(reason) for name in QUESTIONS}, "comparisons": []} for _ in range(size)]
-
-
-def judge(answers: ByRing, settings: Settings) -> list[Check]:
-    """All checks, in the order in which one would ask."""
-    return [check(answers, settings) for check in CHECKS]
+    >>> decode({"flops": {"kind": "FlopsMeasurement", "flops": 3, "share": 0.5}})
+    {'flops': FlopsMeasurement(flops=3, share=0.5)}
+    """
+    if isinstance(value, list):
+        return [decode(inner) for inner in value]
+    if not isinstance(value, dict):
+        return value
+    decoded = {key: decode(inner) for key, inner in value.items()}
+    if "kind" not in decoded:
+        return decoded
+    kind = _KINDS[decoded.pop("kind")]
+    return kind(**{key: tuple(inner) if isinstance(inner, list) else inner for key, inner in decoded.items()})

@@ -1,4 +1,4 @@
-"""Bytes: by the plan, by the ranks' own counters, and by the network interface, which counts for itself."""
+"""Traffic: the bytes that ranks send, by the plan, by ringspan's counters, and by the network interface."""
 
 from __future__ import annotations
 
@@ -8,39 +8,38 @@ import torch
 import torch.distributed as dist
 
 from ringspan.planning.api import plan
-from ringspan.tools.measure import loopback_bytes_sent, why_not_seen
-from ringspan.tools.verify.check import ByRing, Check, answers_to, check_with
-from ringspan.tools.verify.examination import Examination
-from ringspan.tools.verify.settings import Settings
+from ringspan.tools.measure import loopback_bytes_sent, why_loopback_is_blind
+from ringspan.tools.verify.check import ByRing, Check, Harness, judge_if_measured, values_of
+from ringspan.tools.verify.workload import VerifySettings
 
-FRAMING = 0.02  # headers and acknowledgements, as a share of what is sent
-FRAMING_BYTES = 2**16  # and what the barriers around the measurement may send, for each rank
-_MOST_TRIALS = 8  # others may use the interface too: the least is nearest the truth
+FRAMING = 0.02  # headers and acknowledgements, as a share of the payload
+FRAMING_BYTES = 2**16  # per rank, for the barriers around the measurement
+_MAX_TRIALS = 8  # other programs may use the interface too, so the smallest reading counts
 
 
 @dataclass(frozen=True)
-class BytesAnswer:
-    """What this rank sent, by the plan and by its own count, and what the interface saw of all ranks together."""
+class TrafficMeasurement:
+    """Bytes that this rank sent, by the plan and by its counters, and bytes of all ranks on the interface."""
 
     causal: bool
-    planned: int | None  # of this rank; only ringspan has a plan
+    planned: int | None  # of this rank; None for other implementations, which have no plan
     counted: int | None
-    needed: int  # bytes of K and V rows that the ranks together lack: not causal, nothing less can do
+    needed: int  # bytes of K and V rows that all ranks together must receive; a lower bound if not causal
     interface: int | None
-    why_not_seen: str
+    why_blind: str  # why the interface does not see the traffic
 
 
-def ask_bytes(examination: Examination) -> list[BytesAnswer]:
-    case, ring = examination.settings.counted, examination.bound.ring
-    rows = examination.own_rows(case)
-    unseen = why_not_seen(examination.group)
-    answers = []
+def measure_traffic(harness: Harness) -> list[TrafficMeasurement]:
+    case, ring = harness.settings.counted, harness.bound.ring
+    rows = harness.own_rows(case)
+    why_blind = why_loopback_is_blind(harness.group)
+    measured = []
     for causal in (False, True):
-        expected = examination.expect(case, causal, backward=False)
+        expected = harness.expect(case, causal, backward=False)
         planned = counted = None
-        most, seen = float("inf"), list[int]()
-        if examination.bound.subject.is_ringspan:
-            priced = plan(
+        limit, readings = float("inf"), list[int]()
+        if harness.bound.implementation.is_ringspan:
+            ring_plan = plan(
                 case.pattern,
                 case.tokens,
                 ring_size=ring.size,
@@ -49,80 +48,79 @@ def ask_bytes(examination: Examination) -> list[BytesAnswer]:
                 batch=case.batch,
                 heads=case.heads,
                 kv_heads=case.kv_heads,
-                head_dim=case.dim,
+                head_dim=case.head_dim,
                 dtype=rows[0].dtype,
             )
-            planned = priced.bytes_sent(ring.rank)
-            most = _most_bytes(sum(priced.bytes_sent(rank) for rank in range(ring.size)), ring.size)
-        while not seen or (not unseen and min(seen) > most and len(seen) < _MOST_TRIALS):
+            planned = ring_plan.bytes_sent(ring.rank)
+            limit = _max_bytes(sum(ring_plan.bytes_sent(rank) for rank in range(ring.size)), ring.size)
+        while not readings or (not why_blind and min(readings) > limit and len(readings) < _MAX_TRIALS):
             ring.reset_counters()
-            before = _interface(examination, unseen)
-            found = examination.call(rows, case, causal, backward=False)
+            before = 0 if why_blind else _read_interface(harness)
+            found = harness.call(rows, case, causal, backward=False)
             counted = None if planned is None else ring.counters.bytes_sent
-            seen.append(_interface(examination, unseen) - before)
-            examination.compare(expected, found)
-        lacking = 0 if causal or planned is not None else case.tokens * (ring.size - 1)
-        needed = lacking * 2 * case.batch * case.kv_heads * case.dim * rows[0].element_size()
-        answers.append(BytesAnswer(causal, planned, counted, needed, None if unseen else min(seen), unseen))
-    return answers
+            readings.append(0 if why_blind else _read_interface(harness) - before)
+            harness.compare(expected, found)
+        missing_rows = 0 if causal or planned is not None else case.tokens * (ring.size - 1)
+        needed = missing_rows * 2 * case.batch * case.kv_heads * case.head_dim * rows[0].element_size()
+        seen = None if why_blind else min(readings)
+        measured.append(TrafficMeasurement(causal, planned, counted, needed, seen, why_blind))
+    return measured
 
 
-def _interface(examination: Examination, unseen: str) -> int:
-    """What the first rank reads while nobody sends; the same on all ranks, so that they agree on what to do next."""
-    if unseen:
-        return 0
-    examination.barrier()
+def _read_interface(harness: Harness) -> int:
+    """What the first rank reads while no rank sends; broadcast, so that all ranks make the same decision next."""
+    harness.barrier()
     reading = torch.tensor([loopback_bytes_sent()])
-    dist.broadcast(reading, dist.get_global_rank(examination.group, 0), group=examination.group)
-    examination.barrier()
+    dist.broadcast(reading, dist.get_global_rank(harness.group, 0), group=harness.group)
+    harness.barrier()
     return int(reading)
 
 
-def _most_bytes(planned: int, size: int) -> float:
+def _max_bytes(planned: int, size: int) -> float:
     return planned * (1 + FRAMING) + FRAMING_BYTES * size
 
 
-def check_bytes(answers: ByRing, settings: Settings) -> Check:
-    name, ran = "bytes on the wire", str(settings.counted)
+def judge_traffic(measured: ByRing, settings: VerifySettings) -> Check:
+    name, case = "bytes sent are as expected", str(settings.counted)
 
     def judge() -> Check:
-        by_ring = answers_to(answers, "bytes")
+        by_ring = values_of(measured, "traffic")
         for size, ranks in by_ring.items():
-            for given in zip(*ranks, strict=True):  # causal, and not
-                problem = _problem(size, list(given))
+            for same_call in zip(*ranks, strict=True):  # not causal, then causal
+                problem = _problem(size, list(same_call))
                 if problem:
-                    return Check(name, "FAILS", *problem, ran)
-        largest = [given[0] for given in by_ring[max(by_ring)]]  # not causal
-        first, figures = largest[0], []
+                    return Check(name, "FAIL", *problem, case)
+        largest = [rank[0] for rank in by_ring[max(by_ring)]]  # not causal
+        first, results = largest[0], []
         if first.planned is not None:
-            figures.append(f"{sum(answer.planned for answer in largest):,} planned and sent")
+            results.append(f"{sum(each.planned for each in largest):,} planned and sent")
         if first.interface is not None:
-            figures.append(f"{first.interface:,} on the interface")
-        figure = ", ".join(figures) or "not counted"
+            results.append(f"{first.interface:,} on the interface")
+        result = f"ring of {max(by_ring)}: " + (", ".join(results) or "not counted")
         if first.planned is not None:
-            reason = f"as planned to the byte; {first.why_not_seen or 'the interface agrees'}"
-            return Check(name, "holds", figure, reason, ran)
-        if first.why_not_seen:
-            return Check(name, "not seen", figure, first.why_not_seen, ran)
-        return Check(name, "holds", figure, "at least what the ranks need of each other", ran)
+            reason = f"equal to the plan, byte for byte; {first.why_blind or 'the interface agrees'}"
+            return Check(name, "pass", result, reason, case)
+        if first.why_blind:
+            return Check(name, "not measured", result, first.why_blind, case)
+        return Check(name, "pass", result, "at least the K and V rows that the ranks need from each other", case)
 
-    return check_with(answers, "bytes", name, ran, judge)
+    return judge_if_measured(measured, "traffic", name, case, judge)
 
 
-def _problem(size: int, given: list[BytesAnswer]) -> tuple[str, str] | None:
-    for rank, answer in enumerate(given):
-        if answer.planned != answer.counted:
-            figure = f"planned {answer.planned:,}, sent {answer.counted:,}"
-            return figure, f"rank {rank} of {size} sent other bytes than planned"
-    seen, needed = given[0].interface, given[0].needed
+def _problem(size: int, ranks: list[TrafficMeasurement]) -> tuple[str, str] | None:
+    for rank, each in enumerate(ranks):
+        if each.planned != each.counted:
+            result = f"planned {each.planned:,}, sent {each.counted:,}"
+            return result, f"rank {rank} of {size} did not send the planned number of bytes"
+    seen, needed = ranks[0].interface, ranks[0].needed
     if seen is None:
         return None
     if seen < needed:
-        figure = f"{seen:,} seen, {needed:,} needed"
-        return figure, f"on a ring of {size} less went over the wire than the ranks need of each other"
-    if given[0].planned is not None:
-        planned = sum(answer.planned or 0 for answer in given)
-        if not planned <= seen <= _most_bytes(planned, size):
-            figure = f"planned {planned:,}, seen {seen:,}"
-            return figure, f"on a ring of {size} the interface saw other bytes than planned"
+        result = f"{seen:,} on the interface, {needed:,} needed"
+        return result, f"the ring of {size} sent less than its ranks need from each other"
+    if ranks[0].planned is not None:
+        planned = sum(each.planned or 0 for each in ranks)
+        if not planned <= seen <= _max_bytes(planned, size):
+            result = f"planned {planned:,}, {seen:,} on the interface"
+            return result, f"on the ring of {size} the interface did not see the planned number of bytes"
     return None

@@ -1,4 +1,4 @@
-"""The report of `ringspan verify`: its verdict, the checks, what each rank measured, and memory and time by ring size."""
+"""The report of `ringspan verify`: verdict, checks, what each rank measured, and memory and time by ring size."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def headline(checks: Sequence[Check], name: str, sizes: Sequence[int]) -> str:
 
     >>> even = Check("every rank computes its share", "pass", "", "", "")
     >>> speed = Check("more ranks are faster", "not measured", "", "a busy machine", "", essential=False)
-    >>> headline([even], "mine", [1, 2, 4])
-    'All checks (1) pass on rings of 1, 2 and 4 ranks: mine.'
+    >>> headline([even, even], "mine", [1, 2, 4])
+    'All 2 checks pass on rings of 1, 2 and 4 ranks: mine.'
     >>> headline([even, speed], "mine", [1, 2])
     '1 of 2 checks pass on rings of 1 and 2 ranks: mine. Not measured: more ranks are faster (a busy machine).'
     """
@@ -52,7 +52,7 @@ def headline(checks: Sequence[Check], name: str, sizes: Sequence[int]) -> str:
         names = ", ".join(f'"{check.name}"' for check in failing)
         return f"{len(failing)} of {len(checks)} checks fail {where} Failing: {names}."
     passing = sum(check.verdict == "pass" for check in checks)
-    first = f"All checks ({passing})" if passing == len(checks) else f"{passing} of {len(checks)} checks"
+    first = f"All {passing} checks" if passing == len(checks) else f"{passing} of {len(checks)} checks"
     rest = "".join(
         f" {verdict.capitalize()}: {', '.join(f'{check.name} ({check.reason})' for check in found)}."
         for verdict in ("not measured", "not supported")
@@ -87,7 +87,12 @@ def make_page(
         f"Time (causal, forward and backward): {settings.speed}."
     )
     parts: list[Table | Picture] = [
-        Table(f"Checks on rings of {_listed([str(size) for size in sizes])}", check_rows(checks), _what_ran(settings)),
+        Table(
+            f"Checks on rings of {_listed([str(size) for size in sizes])}",
+            check_rows(checks),
+            _what_ran(settings),
+            terminal_columns=(0, 1, 2),
+        ),
         Table(f"Comparisons, up to {_longest(settings):,} tokens", comparison_rows(measured), compared, details=True),
         Table("Each rank", rank_rows(measured, settings), of_ranks),
     ]
@@ -181,7 +186,8 @@ def readme_lines(page: Page) -> list[str]:
     checks = page.parts[0]
     assert isinstance(checks, Table)
     written = f"Written by `{page.command}`. {page.machine}."
-    return ["", f"**{page.badge}.** {page.sentence}", "", *markdown_table([row[:3] for row in checks.rows]), "", written, ""]
+    table = markdown_table([row[:3] for row in checks.rows])
+    return ["", f"**{page.badge}.** {page.sentence}", "", *table, "", written, ""]
 
 
 def draw(memory: dict[int, int], seconds: dict[int, float], settings: VerifySettings) -> Figure:
@@ -210,7 +216,7 @@ def draw(memory: dict[int, int], seconds: dict[int, float], settings: VerifySett
     return figure
 
 
-def as_json(
+def as_json_document(
     implementation: Implementation,
     settings: VerifySettings,
     where: str,

@@ -1,4 +1,4 @@
-"""Reach: change one token in one head, and see which rows move. By the definition, no others may, and those must."""
+"""Visibility: change one token in one head, and see which rows change. Exactly the rows that attend to it must."""
 
 from __future__ import annotations
 
@@ -9,115 +9,115 @@ import torch
 from torch import Tensor
 
 from ringspan.oracle import multiplicity
-from ringspan.tools.verify.check import ByRing, Check, answers_to, check_with
-from ringspan.tools.verify.examination import Examination
-from ringspan.tools.verify.settings import Settings
+from ringspan.tools.verify.check import ByRing, Check, Harness, judge_if_measured, values_of
+from ringspan.tools.verify.workload import VerifySettings
 
-_PERTURBATION = 1000.0  # added to a value: every row that sees it moves by far more than rounding
+_PERTURBATION = 1000.0  # added to a value: changes every row that attends to it by far more than rounding
 _BORDERS = 3
 
 
 @dataclass(frozen=True)
-class ReachAnswer:
-    """What moved when the value of one token changed in one head: (row, head) pairs of this rank, causal or not."""
+class VisibilityMeasurement:
+    """What changed on this rank after the value of one token changed in one head, in (row, head) pairs."""
 
     causal: bool
     token: int
-    moved_far: int  # rows of this rank that may see the token, which another rank holds, and did move
-    missed: int  # may see it, and did not move
-    leaked: int  # may not see it, and moved
-    other_heads: int  # moved in a head that was not touched
+    changed_remotely: int  # rows that attend to the token of another rank, and changed
+    missed: int  # rows that attend to it, and did not change
+    leaked: int  # rows that do not attend to it, and changed
+    other_heads: int  # rows that changed in another head
 
 
-def ask_reach(examination: Examination) -> list[ReachAnswer]:
-    case, bound = examination.settings.reach, examination.bound
-    positions = bound.ring.positions(case.tokens)
+def measure_visibility(harness: Harness) -> list[VisibilityMeasurement]:
+    case = harness.settings.visibility
+    positions = harness.bound.ring.positions(case.tokens)
     head = min(1, case.heads - 1)
     noise = 1e4 * torch.finfo(getattr(torch, case.dtype)).eps
-    rows = examination.own_rows(case)
-    answers = []
+    rows = harness.own_rows(case)
+    measured = []
     for causal in (False, True):
         counts = multiplicity(case.pattern, case.tokens, case.kv_heads, causal=causal)[head]
-        sees = counts[positions] > 0
-        (before,) = examination.call(rows, case, causal, backward=False)
-        examination.compare(examination.expect(case, causal, backward=False), [before])
-        for token in _tokens(examination, counts.diagonal()):
+        attends = counts[positions] > 0
+        (before,) = harness.call(rows, case, causal, backward=False)
+        harness.compare(harness.expect(case, causal, backward=False), [before])
+        for token in _tokens(harness, counts.diagonal()):
             q, k, v, grad_out = rows
             is_mine = (positions == token).to(v.device)
             v = v.clone()
             v[:, is_mine, head] += _PERTURBATION
-            (after,) = examination.call([q, k, v, grad_out], case, causal, backward=False)
-            moved = ((after - before)[0].abs().amax(-1) > noise).cpu()  # (rows, heads)
-            here, may_see = moved[:, head], sees[:, token]
-            answers.append(
-                ReachAnswer(
+            (after,) = harness.call([q, k, v, grad_out], case, causal, backward=False)
+            changed = ((after - before)[0].abs().amax(-1) > noise).cpu()  # (rows, heads)
+            here, visible = changed[:, head], attends[:, token]
+            measured.append(
+                VisibilityMeasurement(
                     causal,
                     token,
-                    moved_far=0 if is_mine.any() else int((here & may_see).sum()),
-                    missed=int((~here & may_see).sum()),
-                    leaked=int((here & ~may_see).sum()),
-                    other_heads=int(moved.sum() - here.sum()),
+                    changed_remotely=0 if is_mine.any() else int((here & visible).sum()),
+                    missed=int((~here & visible).sum()),
+                    leaked=int((here & ~visible).sum()),
+                    other_heads=int(changed.sum() - here.sum()),
                 )
             )
-    return answers
+    return measured
 
 
-def _tokens(examination: Examination, branches: Tensor) -> list[int]:
-    """Tokens on both sides of borders between ranks, with one after each that most branches select, and the last."""
-    layout = examination.place(examination.settings.reach).layout
+def _tokens(harness: Harness, branches: Tensor) -> list[int]:
+    """The last token, both sides of the borders between ranks, and near each border a token of as many branches as
+    possible."""
+    layout = harness.layout(harness.settings.visibility)
     starts = sorted(spans[0].start for r in range(layout.ring_size) if (spans := layout.spans(r)))[:_BORDERS]
-    near = 2 * max(branch.rate for branch in examination.settings.reach.pattern.branches(layout.rows))
+    near = 2 * max(branch.rate for branch in harness.settings.visibility.pattern.branches(layout.rows))
     best = (start + int(branches[start : start + near].argmax()) for start in starts)
     return sorted({layout.rows - 1, *best, *starts, *(start - 1 for start in starts if start)})
 
 
-def check_mixing(answers: ByRing, settings: Settings) -> Check:
-    name, ran = "tokens mix across ranks", str(settings.reach)
+def judge_mixing(measured: ByRing, settings: VerifySettings) -> Check:
+    name, case = "tokens attend across ranks", str(settings.visibility)
 
     def judge() -> Check:
-        found = [answer for size, answer in _all(answers) if size > 1]
-        moved, missed = (sum(getattr(answer, of) for answer in found) for of in ("moved_far", "missed"))
+        found = [each for size, each in _all(measured) if size > 1]
+        changed, missed = (sum(getattr(each, of) for each in found) for of in ("changed_remotely", "missed"))
         if missed:
-            reason = "a row does not see a token that it should see"
-            return Check(name, "FAILS", f"{missed} rows did not move", reason, ran)
+            reason = "a row does not attend to a token that it must attend to"
+            return Check(name, "FAIL", f"{missed} rows did not change", reason, case)
         if not found:
-            return Check(name, "not seen", "no ring of 2 or more", "a ring of one has no other ranks", ran)
-        if not moved:
-            return Check(name, "FAILS", "no row moved", "no rank sees the tokens of another", ran)
-        reason = "changing a token changes every row that may see it, on the other ranks too"
-        return Check(name, "holds", f"{moved:,} rows of other ranks moved", reason, ran)
+            return Check(name, "not measured", "no ring of 2 or more", "needs a ring of 2 or more ranks", case)
+        if not changed:
+            return Check(name, "FAIL", "no row changed", "no rank attends to the tokens of another", case)
+        reason = "changing a token changes every row that attends to it, also on other ranks"
+        return Check(name, "pass", f"{changed:,} rows on other ranks changed", reason, case)
 
-    return check_with(answers, "reach", name, ran, judge)
-
-
-def check_heads(answers: ByRing, settings: Settings) -> Check:
-    name, ran = "heads do not mix", str(settings.reach)
-
-    def judge() -> Check:
-        mixed = sum(answer.other_heads for _, answer in _all(answers))
-        reason = "changing one head changes another" if mixed else "changing one head leaves the others alone"
-        return Check(name, "FAILS" if mixed else "holds", f"{mixed:,} rows of other heads moved", reason, ran)
-
-    return check_with(answers, "reach", name, ran, judge)
+    return judge_if_measured(measured, "visibility", name, case, judge)
 
 
-def check_causality(answers: ByRing, settings: Settings) -> Check:
-    name, ran = "causality holds", str(settings.reach)
+def judge_heads(measured: ByRing, settings: VerifySettings) -> Check:
+    name, case = "heads are independent", str(settings.visibility)
 
     def judge() -> Check:
-        for size, answer in _all(answers):
-            if answer.leaked:
-                order = "causal" if answer.causal else "not causal"
-                reason = f"{order}, ring of {size}: rows moved with token {answer.token}, which they may not see"
-                return Check(name, "FAILS", f"{answer.leaked:,} rows moved", reason, ran)
-        tried = {answer.token for _, answer in _all(answers)}
-        reason = "no row moves with a token that it may not see"
-        return Check(name, "holds", f"0 rows moved, {len(tried)} tokens at borders tried", reason, ran)
+        mixed = sum(each.other_heads for _, each in _all(measured))
+        reason = f"changing one head {'changes another' if mixed else 'does not change the others'}"
+        return Check(name, "FAIL" if mixed else "pass", f"{mixed:,} rows of other heads changed", reason, case)
 
-    return check_with(answers, "reach", name, ran, judge)
+    return judge_if_measured(measured, "visibility", name, case, judge)
 
 
-def _all(answers: ByRing) -> Iterator[tuple[int, ReachAnswer]]:
-    for size, ranks in answers_to(answers, "reach").items():
-        for given in ranks:
-            yield from ((size, answer) for answer in given)
+def judge_masking(measured: ByRing, settings: VerifySettings) -> Check:
+    name, case = "masked tokens have no effect", str(settings.visibility)
+
+    def judge() -> Check:
+        for size, each in _all(measured):
+            if each.leaked:
+                order = "causal" if each.causal else "not causal"
+                reason = f"{order}, ring of {size}: token {each.token} changed rows that must not attend to it"
+                return Check(name, "FAIL", f"{each.leaked:,} rows changed", reason, case)
+        tokens = {each.token for _, each in _all(measured)}
+        reason = "no row depends on a later token (causal) or on one outside the pattern"
+        return Check(name, "pass", f"0 rows changed, {len(tokens)} tokens at shard borders tested", reason, case)
+
+    return judge_if_measured(measured, "visibility", name, case, judge)
+
+
+def _all(measured: ByRing) -> Iterator[tuple[int, VisibilityMeasurement]]:
+    for size, ranks in values_of(measured, "visibility").items():
+        for rank in ranks:
+            yield from ((size, each) for each in rank)

@@ -17,7 +17,7 @@ from ringspan.geometry import Dilated, Full, Pattern
 from ringspan.layout import LayoutName, check_layout_name
 from ringspan.planning.api import plan
 from ringspan.ring import Ring
-from ringspan.tools.peers import Attention
+from ringspan.tools.peers import GroupAttention
 
 _MIN_ROWS_PER_SEGMENT = 4  # selected rows of a shortened segment, in each head
 _MAX_DEFAULT_TOKENS = 65536
@@ -66,7 +66,7 @@ class BoundImplementation:
 
     implementation: Implementation
     ring: Ring
-    function: Attention | None
+    function: GroupAttention | None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, causal: bool, tokens: int) -> Tensor:
         """This rank's rows of the output."""
@@ -75,7 +75,7 @@ class BoundImplementation:
         return attention(q, k, v, pattern=pattern, causal=causal, ring=self.ring, seq_len=tokens)
 
 
-def _import_function(target: str) -> Attention:
+def _import_function(target: str) -> GroupAttention:
     module_name, colon, function_name = target.partition(":")
     if not colon:
         raise ValueError(f"{target!r}: must be package.module:function")
@@ -90,7 +90,7 @@ def _import_function(target: str) -> Attention:
         raise ValueError(f"{target!r}: {error}") from error
     if not callable(function):
         raise ValueError(f"{target!r}: a {type(function).__name__}, but must be a function")
-    return cast(Attention, function)
+    return cast(GroupAttention, function)
 
 
 @dataclass(frozen=True)
