@@ -54,7 +54,7 @@ def examine(target: str) -> Found:
     if done.returncode not in VERDICTS:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
     checks: list[dict[str, Any]] = json.loads(done.stdout)["checks"]
-    failing = tuple(check["name"] for check in checks if check["verdict"] == "FAILS")
+    failing = tuple(check["name"] for check in checks if check["verdict"] == "FAIL")
     (speed,) = (check["verdict"] for check in checks if check["name"] == "more ranks are faster")
     return Found(VERDICTS[done.returncode], failing, speed)
 

@@ -53,13 +53,19 @@ def headline(checks: Sequence[Check], name: str, sizes: Sequence[int]) -> str:
         return f"{len(failing)} of {len(checks)} checks fail {where} Failing: {names}."
     passing = sum(check.verdict == "pass" for check in checks)
     first = f"All {passing} checks" if passing == len(checks) else f"{passing} of {len(checks)} checks"
-    rest = "".join(
-        f" {verdict.capitalize()}: {', '.join(f'{check.name} ({check.reason})' for check in found)}."
-        for verdict in ("not measured", "not supported")
-        if (found := [check for check in checks if check.verdict == verdict])
-    )
+    rest = "".join(_with_reasons(checks, verdict) for verdict in ("not measured", "not supported"))
     doubt = " No check fails, but an essential one could not be measured here." if status(checks) == INCOMPLETE else ""
     return f"{first} pass {where}{doubt}{rest}"
+
+
+def _with_reasons(checks: Sequence[Check], verdict: str) -> str:
+    """A sentence that names the checks with this verdict, grouped by reason; empty if there are none."""
+    by_reason: dict[str, list[str]] = {}
+    for check in checks:
+        if check.verdict == verdict:
+            by_reason.setdefault(check.reason, []).append(check.name)
+    groups = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in by_reason.items())
+    return f" {verdict.capitalize()}: {groups}." if groups else ""
 
 
 def _listed(words: Sequence[str]) -> str:
@@ -90,7 +96,7 @@ def make_page(
         Table(
             f"Checks on rings of {_listed([str(size) for size in sizes])}",
             check_rows(checks),
-            _what_ran(settings),
+            f"Ran on {where}. {_what_ran(settings)}",
             terminal_columns=(0, 1, 2),
         ),
         Table(f"Comparisons, up to {_longest(settings):,} tokens", comparison_rows(measured), compared, details=True),
@@ -106,7 +112,7 @@ def make_page(
         parts.append(Picture("verify_memory", draw(memory, seconds, settings), caption))
     return Page(
         title=f"ringspan verify: {implementation.name}",
-        sentence=headline(checks, f"{implementation.name}, up to {_longest(settings):,} tokens, {where}", sizes),
+        sentence=headline(checks, f"{implementation.name}, up to {_longest(settings):,} tokens", sizes),
         command=command,
         machine=one_line(describe_machine()),
         parts=parts,
