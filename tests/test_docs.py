@@ -1,7 +1,7 @@
-"""Every Python block of the README and the docs is run, page by page; every link and picture exists.
+"""The README and the docs: Python blocks run; links, paths, make targets and options of commands exist.
 
-Blocks marked ``python`` run here. Those marked ``python ring`` are run as a reader would: pasted into one script, which
-torchrun starts on two ranks. ``py`` is somebody else's, or a fragment.
+Blocks marked ``python`` run here. Those marked ``python ring`` are pasted into one script, which torchrun starts on two
+ranks. ``tests/integrations`` runs those marked ``integrations``. ``py`` is a fragment, or code of another library.
 """
 
 import os
@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from ringspan.cli.app import COMMANDS, load_command
+
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+CURRENT = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*CURRENT, ROOT / "CHANGELOG.md"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -55,7 +58,28 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_every_make_target_in_the_readme_exists() -> None:
+def test_every_make_target_exists() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
     for page in PAGES:
         assert set(re.findall(r"`make ([a-z-]+)`", page.read_text())) <= targets
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=lambda page: page.name)
+def test_every_path_exists(page: Path) -> None:
+    for path in re.findall(r"`((?:src|tests|docs|benchmarks|examples)/[\w./-]*)", page.read_text()):
+        assert (ROOT / path).exists() or path.startswith("docs/_build"), f"{page.name} names {path}"
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=lambda page: page.name)
+def test_every_option_of_a_command_exists(page: Path) -> None:
+    for name, rest in re.findall(rf"ringspan ({'|'.join(COMMANDS)})\b([^`\n#]*)", page.read_text()):
+        options = {option for each in load_command(name).params for option in (*each.opts, *each.secondary_opts)}
+        unknown = set(re.findall(r"(?<=\s)--[a-z][a-z-]*", rest)) - options - {"--help"}
+        assert not unknown, f"{page.name}: ringspan {name} has no {', '.join(sorted(unknown))}"
+
+
+def test_contributing_lists_every_part_of_the_source() -> None:
+    source = ROOT / "src/ringspan"
+    parts = {f"{path.name}/" if path.is_dir() else path.name for path in source.iterdir()}
+    listed = set(re.findall(r"^ {6}([\w.]+/?) ", (ROOT / "CONTRIBUTING.md").read_text(), re.M))
+    assert listed == {part for part in parts if part.endswith((".py", "/")) and not part.startswith("__pycache__")}

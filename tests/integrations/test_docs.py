@@ -12,9 +12,10 @@ from tests.test_docs import ROOT, run_blocks, run_blocks_under_torchrun
 
 
 @pytest.mark.xdist_group("processes")
-def test_examples_run_under_torchrun(tmp_path: Path) -> None:
+@pytest.mark.parametrize("page", ["README.md", "docs/integrations.md"])
+def test_examples_run_under_torchrun(page: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="needs the extra transformers")
-    run_blocks_under_torchrun(ROOT / "docs/integrations.md", "python ring integrations", tmp_path)
+    run_blocks_under_torchrun(ROOT / page, "python ring integrations", tmp_path)
 
 
 def test_decoding_runs() -> None:
