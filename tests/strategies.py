@@ -36,6 +36,11 @@ def lengths(draw: st.DrawFn, longest: int = 40) -> tuple[int, ...]:
     return tuple(draw(st.integers(0, longest // count)) for _ in range(count))
 
 
+def routings() -> st.SearchStrategy[rs.Routing]:
+    """Every way to route parcels, with nodes of one to three ranks."""
+    return st.sampled_from(["relay", "direct", rs.ByNode(1), rs.ByNode(2), rs.ByNode(3)])
+
+
 def scales() -> st.SearchStrategy[float | None]:
     """Mostly the default; also values that fused kernels do not accept directly."""
     return st.sampled_from([None, None, 0.7, -0.5, 0.0])

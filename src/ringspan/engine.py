@@ -40,7 +40,7 @@ class ForwardRun(RankRun):
         batch, rows, heads, _ = q.shape
         self.out = q.new_empty(q.shape, dtype=wide)
         self.lse = q.new_empty((batch, heads, rows), dtype=wide)
-        if not plan.starts_everywhere:
+        if not plan.fresh_everywhere:
             self.out.zero_()
             self.lse.fill_(-torch.inf)
         super().__init__(plan, transport, k, v, held=(q, k, v, self.out, self.lse))

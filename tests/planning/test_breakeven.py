@@ -36,7 +36,9 @@ def test_two_ranks_by_hand() -> None:
     """
     plan = ring(n=1024, size=2, layout="contiguous", heads=1, head_dim=64)
     work, parcel = 64 * 512**2 / 1e9, 2 * 512 * 64 * 4
-    slow = DeviceRates(flops=1e9, bandwidth=parcel / (5 * 4 * work), latency=0.5)  # a parcel takes five times a forward hop
+    slow = DeviceRates(
+        flops=1e9, bandwidth=parcel / (5 * 4 * work), latency=0.5
+    )  # a parcel takes five times a forward hop
     found = rank_time(plan, 0, slow)
     flight = 20 * work
     assert found.work == pytest.approx(2 * (4 + 10) * work)
@@ -86,16 +88,16 @@ def test_a_hopeless_wire_says_why() -> None:
     assert "for parcels" in found.reason
     late = break_even(ring(pattern, size=3, layout="contiguous"), DeviceRates(1e15, 1e15, 10.0), longest=2**20)
     assert not late.pays
-    assert "latency of its hops" in late.reason
+    assert "of latency" in late.reason
 
 
 def test_a_ring_of_one_never_pays() -> None:
     found = break_even(ring(size=1), CLUSTER, longest=2**16)
     assert not found.pays
-    assert found.reason == "its busiest rank has all the work of one device"
+    assert "all the work of one device" in found.reason
 
 
-def test_a_large_ring_is_looked_at_by_a_few_ranks() -> None:
+def test_a_large_ring_is_modelled_by_a_few_ranks() -> None:
     plan = ring(rs.Dilated((2**14, 2**17), (1, 8)), n=10**9, size=10_000)
     plan_rank.cache_clear()
     slowest_rank_time(plan, CLUSTER)
@@ -105,9 +107,9 @@ def test_a_large_ring_is_looked_at_by_a_few_ranks() -> None:
 @pytest.mark.parametrize(
     ("rates", "words"),
     [
-        ((0.0, 1.0, 1.0), "flops=0.0: a rate is more than 0"),
-        ((1.0, float("inf"), 1.0), "bandwidth=inf: a rate is more than 0, and finite"),
-        ((1.0, 1.0, -1.0), "latency=-1.0: must be at least 0"),
+        ((0.0, 1.0, 1.0), "flops=0.0"),
+        ((1.0, float("inf"), 1.0), "bandwidth=inf"),
+        ((1.0, 1.0, -1.0), "latency=-1.0"),
     ],
 )
 def test_bad_rates(rates: tuple[float, float, float], words: str) -> None:
@@ -137,6 +139,6 @@ def test_a_pattern_may_depend_on_the_length() -> None:
     assert found.slowest == slowest_rank_time(there, CLUSTER)
 
 
-def test_packed_documents_have_no_one_length() -> None:
-    with pytest.raises(ValueError, match=r"2 documents: .* plan one"):
+def test_packed_documents_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 documents"):
         break_even(rs.plan(rs.Full(), 8, ring_size=2, lengths=(4, 4)), CLUSTER)

@@ -10,8 +10,8 @@ import ringspan as rs
 from ringspan.geometry import Documents
 from ringspan.layout import Layout
 from ringspan.oracle import multiplicity
-from ringspan.planning import ByNode, Hop, Parcel, RankPlan, plan_rank
-from tests.strategies import examples, lengths, patterns
+from ringspan.planning import Hop, Parcel, RankPlan, plan_rank
+from tests.strategies import examples, lengths, patterns, routings
 
 
 @st.composite
@@ -20,7 +20,7 @@ def rings(draw: st.DrawFn) -> tuple[list[RankPlan], Layout, dict]:  # type: igno
     sizes = draw(lengths())
     layout = Layout(draw(st.sampled_from(["contiguous", "zigzag"])), sum(sizes), draw(st.integers(1, 6)))
     pattern, kv_heads, causal = draw(patterns()), draw(st.integers(1, 5)), draw(st.booleans())
-    routing = draw(st.sampled_from(["relay", "direct", ByNode(1), ByNode(2), ByNode(3)]))
+    routing = draw(routings())
     plans = [
         plan_rank(pattern, Documents(sizes), layout, rank, kv_heads, causal, routing)
         for rank in range(layout.ring_size)
@@ -134,7 +134,7 @@ def test_fresh_tiles_are_the_first_for_their_rows(ring: tuple) -> None:  # type:
                 assert not rows & touched
                 started |= rows
             touched |= rows
-        assert plan.starts_everywhere == (len(started) == plan.rows * plan.kv_heads)
+        assert plan.fresh_everywhere == (len(started) == plan.rows * plan.kv_heads)
 
 
 def whole(pattern: rs.Pattern, n: int, kv_heads: int, causal: bool = True) -> RankPlan:

@@ -12,7 +12,7 @@ import ringspan as rs
 from ringspan.oracle import dense_attention
 from ringspan.ring.backend import find_ring
 from tests.exactness import assert_equals_oracle, inputs
-from tests.strategies import examples, held_heads, lengths, patterns, scales
+from tests.strategies import examples, held_heads, lengths, patterns, routings, scales
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*selects row")
 
@@ -26,7 +26,7 @@ def test_equals_the_oracle(data: st.DataObject) -> None:
     ring = rs.SimulatedRing(
         data.draw(st.integers(2, 8)),
         data.draw(st.sampled_from(["contiguous", "zigzag"])),
-        data.draw(st.sampled_from(["relay", "direct"])),
+        data.draw(routings()),
     )
     q, k, v = inputs(batch, sum(sizes), kv_heads, group, 4)
     options = dict(pattern=pattern, causal=data.draw(st.booleans()), lengths=sizes, scale=data.draw(scales()))
@@ -52,7 +52,7 @@ def test_the_error_does_not_grow_with_the_ring(pattern: rs.Pattern, dtype: torch
             assert many <= 1.25 * one
 
 
-@pytest.mark.parametrize("routing", ["relay", "direct"])
+@pytest.mark.parametrize("routing", ["relay", "direct", rs.ByNode(2)], ids=str)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_counters_equal_the_plan(layout: str, routing: str, causal: bool) -> None:
@@ -128,7 +128,7 @@ def test_only_q_needs_gradients_then_none_travel() -> None:
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="size=0: a ring has at least 1 rank"):
         rs.SimulatedRing(0)
-    with pytest.raises(ValueError, match="routing='thrown': must be 'relay' or 'direct'"):
+    with pytest.raises(ValueError, match="routing='thrown'"):
         rs.SimulatedRing(2, routing="thrown")  # type: ignore[arg-type]
     q, k, v = inputs(1, 8, 1, 1, 4)
     with pytest.raises(rs.RingError, match="seq_len=9, but the tensors have 8 rows"):

@@ -1,6 +1,6 @@
-"""What is to be computed and what must travel: tiles and parcels, from patterns, layouts and plain integers.
+"""What each rank computes and sends: tiles and parcels, from a pattern, a layout and plain integers.
 
-Knows no tensor, no device and no process group.
+Uses no tensors, devices or process groups.
 """
 
 from ringspan.planning.cost import RankMemory, RingPlan, TensorSizes

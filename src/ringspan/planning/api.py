@@ -32,8 +32,8 @@ def plan(
 ) -> RingPlan:
     """What each rank of a ring computes, sends and holds for a sequence of ``seq_len`` rows.
 
-    Printing the plan gives a table. ``bytes_sent(rank)``, ``work(rank)``, ``imbalance`` and ``memory(rank)`` give single
-    values. A rank's plan is made on first use, in time proportional to its own tiles and routes.
+    Printing the plan gives a table; ``bytes_sent(rank)``, ``work(rank)``, ``imbalance`` and ``memory(rank)`` give
+    single values. A rank's plan is made on first use, in time proportional to its own tiles and routes.
 
     >>> import ringspan as rs
     >>> ring = rs.plan(rs.Dilated((2048, 8192), (1, 4)), 16384, ring_size=4, layout="contiguous", causal=True)
@@ -70,7 +70,7 @@ def best_layout(
 
     >>> import ringspan as rs
     >>> print(rs.best_layout(rs.Full(), 2**20, 8, causal=True))  # doctest: +NORMALIZE_WHITESPACE
-    zigzag: faster by the model, 4.95 s (waiting 21.5 ms, latency 0.32 ms);
+    zigzag: faster in the model, 4.95 s (waiting 21.5 ms, latency 0.32 ms);
     contiguous: 9.26 s (waiting 21.5 ms, latency 0.32 ms)
     >>> rs.best_layout(rs.Dilated((512, 1024), (1, 2)), 4096, 4, causal=True).layout
     'contiguous'

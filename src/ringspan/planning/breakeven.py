@@ -1,8 +1,8 @@
-"""A model of time, from a plan and three rates: which layout is faster, and from what length on a ring pays.
+"""A time model from a plan and three rates: which layout is faster, and from which length on a ring is faster.
 
-docs/planning.md writes it out.
-One device takes its FLOPs over its rate. A rank takes, step by step, the longer of its work and of the parcels that
-are in flight meanwhile, plus a latency for each step with something in flight. Knows no device and measures nothing.
+One device takes its FLOPs divided by its FLOP rate. A rank takes, for each step, the longer of its compute time and the
+transfer time of the parcels sent meanwhile, plus a latency for each step that transfers anything. docs/planning.md
+derives it. Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from ringspan.planning.cost import RingPlan
 from ringspan.planning.parcels import Message
 from ringspan.planning.rank import Hop
 
-FORWARD_FLOPS = 4  # a (query, key) pair, for each number of a head: two products, each a multiplication and an addition
+FORWARD_FLOPS = 4  # per (query, key) pair and element of a head: two products, each a multiply and an add
 BACKWARD_FLOPS = 10  # five products
 LONGEST = 2**30
-_FEWEST_ROWS = 64  # of a rank: shorter sequences are not looked at
+_FEWEST_ROWS = 64  # per rank; shorter sequences are not considered
 _STEP, _BY_FAR = 1.05, 1.5  # see `break_even`
-_WHOLE_RING, _SAMPLED_RANKS = 8, 4  # a ring of more than 8 is looked at by 4 ranks: both ends, and two between
-_SAME = 1 + 1e-9  # times that differ by less differ by rounding
+_WHOLE_RING, _SAMPLED_RANKS = 8, 4  # in a ring of more than 8, only 4 ranks are modelled: both ends and two between
+_SAME = 1 + 1e-9  # a smaller ratio of two times is rounding
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceRates:
-    """How fast a device computes attention (FLOP/s), how fast it sends, and at the same time receives (bytes/s), and
-    what a hop costs, however small (seconds)."""
+    """FLOP/s of a device in attention, bytes/s that it sends while it receives as many, and the latency of a hop in
+    seconds.
+    """
 
     flops: float
     bandwidth: float
@@ -38,9 +39,9 @@ class DeviceRates:
     def __post_init__(self) -> None:
         for name in ("flops", "bandwidth"):
             if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)}: a rate is more than 0, and finite")
+                raise ValueError(f"{name}={getattr(self, name)}: must be positive and finite")
         if not 0 <= self.latency < math.inf:
-            raise ValueError(f"latency={self.latency}: must be at least 0 seconds, and finite")
+            raise ValueError(f"latency={self.latency}: must be at least 0 seconds and finite")
 
 
 ASSUMED_RATES = DeviceRates(flops=1e14, bandwidth=25e9, latency=20e-6)  # a GPU and a 200 Gbit/s link
@@ -48,10 +49,10 @@ ASSUMED_RATES = DeviceRates(flops=1e14, bandwidth=25e9, latency=20e-6)  # a GPU 
 
 @dataclass(frozen=True, slots=True)
 class RankTime:
-    """Seconds of one rank for a forward and a backward pass, by what they are spent on."""
+    """Seconds that one rank spends in a forward and a backward pass: computing, waiting for parcels, in latency."""
 
     work: float
-    waiting: float  # for parcels that take longer than the work meanwhile
+    waiting: float  # for parcels whose transfer takes longer than the work that overlaps it
     latency: float
 
     @property
@@ -61,7 +62,7 @@ class RankTime:
 
 @dataclass(frozen=True, slots=True)
 class LayoutAdvice:
-    """The layout with the shorter modelled time, and the times of the slowest rank under each layout."""
+    """The layout with the shorter modelled time, and the time of the slowest rank under each layout."""
 
     layout: LayoutName
     times: Mapping[LayoutName, RankTime]
@@ -71,16 +72,16 @@ class LayoutAdvice:
         own = self.times[self.layout]
         others = {name: time for name, time in self.times.items() if name != self.layout}
         if all(time.total <= own.total * _SAME for time in others.values()):
-            return f"both layouts take {_short(own.total)} by the model, and this one is simpler"
+            return f"both layouts take {_short(own.total)} in the model, and this one is simpler"
         slower = "".join(f"; {name}: {_spent(time)}" for name, time in others.items())
-        return f"faster by the model, {_spent(own)}{slower}"
+        return f"faster in the model, {_spent(own)}{slower}"
 
     def __str__(self) -> str:
         return f"{self.layout}: {self.reason}"
 
 
 def advise_layout(plans: Mapping[LayoutName, RingPlan], rates: DeviceRates) -> LayoutAdvice:
-    """Compare plans that differ in their layout by the modelled time of their slowest rank; the first wins a tie."""
+    """Compare plans that differ only in layout by the time of their slowest rank. On a tie, the first wins."""
     times = {name: slowest_rank_time(plan, rates) for name, plan in plans.items()}
     least = min(time.total for time in times.values())
     return LayoutAdvice(next(name for name, time in times.items() if time.total <= least * _SAME), times)
@@ -91,7 +92,7 @@ def _spent(time: RankTime) -> str:
 
 
 def _short(seconds: float) -> str:
-    """A time with three digits.
+    """A time with three significant digits.
 
     >>> _short(1.5), _short(0.00123), _short(2e-6)
     ('1.5 s', '1.23 ms', '0.002 ms')
@@ -101,10 +102,11 @@ def _short(seconds: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class BreakEven:
-    """From which length on a ring is faster than one device, looking from ``shortest`` to ``longest`` tokens.
+    """The length from which on a ring is faster than one device, searched from ``shortest`` to ``longest`` tokens.
 
-    If ``pays``, it is so from ``length`` on, and not 5 % below (unless that is the shortest). If not, ``length`` is
-    the longest. ``alone`` and ``slowest`` are the times of one device and of the ring's slowest rank at that length.
+    If ``pays``, the ring is faster from ``length`` on and not faster at a length 5 % shorter (unless ``length`` is the
+    shortest). Otherwise ``length`` is the longest. ``alone`` and ``slowest`` are the times of one device and of the
+    ring's slowest rank at that length.
     """
 
     pays: bool
@@ -116,27 +118,27 @@ class BreakEven:
 
     @property
     def reason(self) -> str:
-        """What the slowest rank spends its time on, if the ring does not pay."""
+        """Why the ring is not faster; empty if it is."""
         if self.pays:
             return ""
         times = self.slowest
         if times.work >= self.alone.work:
-            return "its busiest rank has all the work of one device"
+            return "its busiest rank does all the work of one device"
         if times.waiting >= times.latency:
-            return f"its slowest rank waits {times.waiting:.2g} s for parcels, and works {times.work:.2g} s"
-        return f"the latency of its hops is {times.latency:.2g} s, and the work of its slowest rank {times.work:.2g} s"
+            return f"its slowest rank waits {times.waiting:.2g} s for parcels and computes for {times.work:.2g} s"
+        return f"its hops add {times.latency:.2g} s of latency to {times.work:.2g} s of work on its slowest rank"
 
 
 def break_even(
     plan: RingPlan, rates: DeviceRates, longest: int = LONGEST, pattern_at: Callable[[int], Pattern] | None = None
 ) -> BreakEven:
-    """The length from which on the plan's ring is faster than one device; everything but the length is the plan's.
+    """The length from which on the plan's ring is faster than one device; everything else is taken from the plan.
 
-    A pattern that depends on the length is given as ``pattern_at``, such as `Dilated.spanning`.
+    For a pattern that depends on the length, give ``pattern_at``, such as `Dilated.spanning`.
 
-    Walks down from the longest: by halves while the ring is faster by far, by 5 % where it is not, to the first length
-    at which it is not faster at all. All lengths are odd: then borders between ranks cut segments, as they do at most
-    lengths, while powers of two may spare a ring all travel and promise too much.
+    Searches downwards from the longest length, halving it while the ring is more than 1.5 times as fast, then in steps
+    of 5 %, until the ring is no longer faster. All lengths are odd, so that borders between ranks cut segments, as they
+    do at most lengths. At a power of two, a ring may have nothing to send, and the result would be too optimistic.
 
     >>> from ringspan.geometry import Full
     >>> from ringspan.planning import TensorSizes
@@ -145,7 +147,7 @@ def break_even(
     11083
     """
     if len(plan.documents.lengths) != 1:
-        raise ValueError(f"{len(plan.documents.lengths)} documents: the model asks for the length of one; plan one")
+        raise ValueError(f"{len(plan.documents.lengths)} documents: the model takes one; plan a single document")
     shortest = _FEWEST_ROWS * plan.layout.ring_size + 1
     longest = max(_odd(longest), shortest)
 
@@ -178,18 +180,18 @@ def break_even(
 
 
 def speedup(plan: RingPlan, rates: DeviceRates) -> float:
-    """How much faster than one device the ring is at the plan's own length."""
+    """The time of one device over that of the ring, at the plan's own length."""
     ring = slowest_rank_time(plan, rates).total
     return time_alone(plan, rates).total / ring if ring else 1.0
 
 
 def time_alone(plan: RingPlan, rates: DeviceRates) -> RankTime:
-    """One device that holds the whole sequence."""
+    """The time of one device that holds the whole sequence."""
     return rank_time(replace(plan, layout=Layout("contiguous", plan.layout.rows, 1)), 0, rates)
 
 
 def slowest_rank_time(plan: RingPlan, rates: DeviceRates) -> RankTime:
-    """The slowest rank of the ring; of a ring of more than 8, both ends and two ranks between are looked at."""
+    """The time of the slowest rank. In a ring of more than 8, only both ends and two ranks between are modelled."""
     size = plan.layout.ring_size
     sample = [round(i * (size - 1) / (_SAMPLED_RANKS - 1)) for i in range(_SAMPLED_RANKS)]
     ranks = range(size) if size <= _WHOLE_RING else sample
@@ -197,20 +199,20 @@ def slowest_rank_time(plan: RingPlan, rates: DeviceRates) -> RankTime:
 
 
 def rank_time(plan: RingPlan, rank: int, rates: DeviceRates) -> RankTime:
-    """One rank, as if nobody kept it waiting but the wire."""
+    """The time of one rank that waits only for transfers, not for slower ranks."""
     steps = [(flops / rates.flops, sent / rates.bandwidth) for flops, sent in _steps(plan, rank)]
     return RankTime(
         work=sum(work for work, _ in steps),
-        waiting=sum(max(0.0, flight - work) for work, flight in steps),
-        latency=sum(rates.latency for _, flight in steps if flight),
+        waiting=sum(max(0.0, transfer - work) for work, transfer in steps),
+        latency=sum(rates.latency for _, transfer in steps if transfer),
     )
 
 
 def _steps(plan: RingPlan, rank: int) -> Iterator[tuple[int, int]]:
-    """(FLOPs, bytes in flight meanwhile) of each step, forward and then backward.
+    """(FLOPs, bytes transferred meanwhile) of each step, forward and then backward.
 
-    While a hop is computed, the parcels of the next arrive; in backward the gradients of the hop before go on as
-    well, so that backward ends with a step without work. Bytes are those of the busier direction.
+    While a hop is computed, the parcels of the next hop arrive. In backward, the gradients of the previous hop are sent
+    too, so backward ends with a step without work. Bytes are those of the busier direction.
     """
     sizes, hops, nothing = plan.sizes, plan.rank(rank).hops, Hop()
     pair = sizes.batch * (sizes.heads // sizes.kv_heads) * sizes.head_dim
@@ -219,11 +221,11 @@ def _steps(plan: RingPlan, rank: int) -> Iterator[tuple[int, int]]:
         yield FORWARD_FLOPS * pair * _pairs(hop), rows * sizes.parcel_row_bytes
     backward = zip((nothing, *hops), (*hops, nothing), (*hops[1:], nothing, nothing), strict=True)
     for before, hop, following in backward:
-        going = _rows(following.sends) * sizes.parcel_row_bytes
-        going += _rows(before.gradients_out) * sizes.gradient_row_bytes
-        coming = _rows(following.receives) * sizes.parcel_row_bytes
-        coming += _rows(before.gradients_in) * sizes.gradient_row_bytes
-        yield BACKWARD_FLOPS * pair * _pairs(hop), max(going, coming)
+        outgoing = _rows(following.sends) * sizes.parcel_row_bytes
+        outgoing += _rows(before.gradients_out) * sizes.gradient_row_bytes
+        incoming = _rows(following.receives) * sizes.parcel_row_bytes
+        incoming += _rows(before.gradients_in) * sizes.gradient_row_bytes
+        yield BACKWARD_FLOPS * pair * _pairs(hop), max(outgoing, incoming)
 
 
 def _rows(messages: Sequence[Message]) -> int:
@@ -235,5 +237,5 @@ def _pairs(hop: Hop) -> int:
 
 
 def _odd(length: int) -> int:
-    """The largest odd number that is not above it."""
+    """The largest odd number up to ``length``."""
     return length - 1 + length % 2

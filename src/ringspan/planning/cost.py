@@ -1,6 +1,6 @@
-"""What a plan costs: bytes, work, balance and memory for each rank, from integers alone.
+"""What a plan costs: bytes, work, balance and memory of each rank, computed from integers.
 
-`rs.plan` returns a `RingPlan`, which prices itself and prints itself as a table.
+`rs.plan` returns a `RingPlan`; printing it gives a table.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from ringspan.planning.rank import Hop, RankPlan, plan_rank
 from ringspan.planning.reach import Reach, find_reach
 from ringspan.planning.routes import Routing, node_of
 
-_MOST_RANKS_PRICED = 64  # of a larger ring, these many are looked at: the ends and an even sample between
+_MOST_RANKS_SAMPLED = 64  # in a larger ring: both ends and an even sample between
 _MOST_TABLE_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSizes:
-    """What the integers of a plan are multiplied with to become bytes."""
+    """Sizes of the tensors, which turn the row counts of a plan into bytes."""
 
     batch: int = 1
     heads: int = 8
     kv_heads: int = 8
     head_dim: int = 64
-    number_bytes: int = 4  # a number of the input dtype
-    wide_bytes: int = 4  # a number of the accumulation dtype
+    number_bytes: int = 4  # of an element in the input dtype
+    wide_bytes: int = 4  # of an element in the accumulation dtype
 
     def __post_init__(self) -> None:
         for name in ("batch", "heads", "kv_heads", "head_dim"):
@@ -40,18 +40,18 @@ class TensorSizes:
 
     @property
     def parcel_row_bytes(self) -> int:
-        """A row of a parcel: K and V."""
+        """Bytes of one row of a parcel: K and V."""
         return 2 * self.batch * self.head_dim * self.number_bytes
 
     @property
     def gradient_row_bytes(self) -> int:
-        """A row of a parcel's gradient, in the accumulation dtype."""
+        """Bytes of one row of a parcel's gradient, in the accumulation dtype."""
         return 2 * self.batch * self.head_dim * self.wide_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Bytes of one rank: its rows (inputs, outputs, accumulators, gradients), its parcels at their peak."""
+    """Bytes on one rank: its rows of all tensors (inputs, outputs, accumulators, gradients) and its peak of parcels."""
 
     rows: int
     parcels: int
@@ -63,7 +63,7 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class RingPlan:
-    """The plan of a whole ring, rank by rank as they are asked for."""
+    """The plan of a whole ring. The plan of each rank is made on first use."""
 
     pattern: Pattern
     documents: Documents
@@ -79,48 +79,49 @@ class RingPlan:
         )
 
     def bytes_sent(self, rank: int, *, backward: bool = False) -> int:
-        """Bytes that a rank puts on the wire in a forward pass or, if asked for, in a backward pass.
+        """Bytes that a rank sends in a forward pass or, with ``backward=True``, in a backward pass.
 
-        Backward sends the same parcels again, and the gradient of each that came in: onwards, or home to its owner.
+        Backward sends the same parcels again, and the gradient of each received parcel: to the next rank on its route,
+        or back to its owner.
         """
         hops = self.rank(rank).hops
         forward = sum(message.parcel.rows for hop in hops for message in hop.sends) * self.sizes.parcel_row_bytes
-        onwards = sum(m.parcel.rows for hop in hops for m in hop.gradients_out) * self.sizes.gradient_row_bytes
-        return forward + onwards if backward else forward
+        gradients = sum(m.parcel.rows for hop in hops for m in hop.gradients_out) * self.sizes.gradient_row_bytes
+        return forward + gradients if backward else forward
 
     def bytes_received(self, rank: int, *, backward: bool = False) -> int:
-        """Bytes that a rank gets."""
+        """Bytes that a rank receives in a forward pass or, with ``backward=True``, in a backward pass."""
         hops = self.rank(rank).hops
         forward = sum(message.parcel.rows for hop in hops for message in hop.receives) * self.sizes.parcel_row_bytes
         gradients = sum(m.parcel.rows for hop in hops for m in hop.gradients_in) * self.sizes.gradient_row_bytes
         return forward + gradients if backward else forward
 
     def work(self, rank: int) -> int:
-        """(query, key) pairs that a rank computes, over all query heads of one batch."""
+        """The number of (query, key) pairs that a rank computes, over all query heads of one batch element."""
         return self.rank(rank).pairs * (self.sizes.heads // self.sizes.kv_heads)
 
     @cached_property
     def imbalance(self) -> float:
-        """Largest work of a rank over the mean; 1 is perfect. Of a very large ring, an even sample is looked at."""
+        """The largest work of a rank over the mean; 1 is perfect. Uses an even sample of ranks in a very large ring."""
         work = [self.work(rank) for rank in self.sample]
         mean = sum(work) / len(work)
         return max(work) / mean if mean else 1.0
 
     @cached_property
     def reach(self) -> Reach:
-        """How far a token sees, and which segments cross ranks."""
+        """The longest distance between a query and its keys, and which segments cross ranks."""
         return find_reach(self.pattern, self.documents, self.layout, self.sizes.kv_heads)
 
     @cached_property
     def sample(self) -> Sequence[int]:
-        """The ranks that are priced: all of them, or an even sample with both ends."""
+        """The ranks whose cost is computed: all of them, or an even sample that includes both ends."""
         size = self.layout.ring_size
-        if size <= _MOST_RANKS_PRICED:
+        if size <= _MOST_RANKS_SAMPLED:
             return range(size)
-        return sorted({round(i * (size - 1) / (_MOST_RANKS_PRICED - 1)) for i in range(_MOST_RANKS_PRICED)})
+        return sorted({round(i * (size - 1) / (_MOST_RANKS_SAMPLED - 1)) for i in range(_MOST_RANKS_SAMPLED)})
 
     def memory(self, rank: int, *, backward: bool = False) -> RankMemory:
-        """Bytes of a rank beyond the workspace: its rows of every tensor, and its parcels at their peak."""
+        """Bytes on a rank, without the workspace: its rows of every tensor, and the peak of its parcels."""
         sizes, rows = self.sizes, self.layout.rows_of(rank)
         query_rows, key_rows = rows * sizes.heads * sizes.batch, rows * sizes.kv_heads * sizes.batch
         accumulated = 0 if sizes.number_bytes == sizes.wide_bytes else sizes.head_dim * sizes.wide_bytes
@@ -133,33 +134,35 @@ class RingPlan:
         return RankMemory(total, self._peak_parcels(rank, backward))
 
     def _peak_parcels(self, rank: int, backward: bool) -> int:
-        """Two hops of parcels at a time: those in use and those in flight; in backward also their gradients."""
+        """Two hops of parcels at a time: those in use and those in transfer; in backward also their gradients."""
         hops = self.rank(rank).hops
         arriving = [*map(_rows, (hop.receives for hop in hops)), 0]
         packed = [sum(m.parcel.rows for m in hop.sends if m.parcel.owner == rank) for hop in hops] + [0]
-        travelling = [arriving[s] + arriving[s + 1] + packed[s + 1] for s in range(len(hops))]
+        parcels = [arriving[s] + arriving[s + 1] + packed[s + 1] for s in range(len(hops))]
         gradients = self._gradient_rows(rank) if backward else [0] * len(hops)
         sizes = self.sizes
-        both = zip(travelling, gradients, strict=True)
-        return max(rows * sizes.parcel_row_bytes + more * sizes.gradient_row_bytes for rows, more in both)
+        return max(
+            rows * sizes.parcel_row_bytes + gradient_rows * sizes.gradient_row_bytes
+            for rows, gradient_rows in zip(parcels, gradients, strict=True)
+        )
 
     def _gradient_rows(self, rank: int) -> list[int]:
-        """At each hop, the most rows of gradients that are held: on their way, being added up, and waiting for it."""
-        held, flying, waiting = [], 0, dict[Parcel, int]()
+        """For each hop, the peak of gradient rows held: in transfer, being accumulated, and waiting for their hop."""
+        held, in_transfer, waiting = [], 0, dict[Parcel, int]()
         before = Hop()
         for hop in self.rank(rank).hops:
             own = _rows(hop.receives)
-            # While the hop is computed, what the hop before sent is on its way; then its own are sent.
-            computing = own + flying + sum(waiting.values())
+            # While this hop is computed, the gradients of the previous hop are in transfer. Then its own are sent.
+            computing = own + in_transfer + sum(waiting.values())
             waiting |= {m.parcel: m.parcel.rows for m in before.gradients_in if m.parcel.owner != rank}
             for message in hop.receives:
                 waiting.pop(message.parcel, None)
-            flying, before = own + _rows(hop.gradients_in), hop
-            held.append(max(computing, flying + sum(waiting.values())))
+            in_transfer, before = own + _rows(hop.gradients_in), hop
+            held.append(max(computing, in_transfer + sum(waiting.values())))
         return held
 
     def __str__(self) -> str:
-        """A table: rows, tiles, hops, parcels, bytes, work and memory of each rank."""
+        """A table of rows, tiles, hops, parcels, bytes, work and memory of each rank."""
         head = ("rank", "rows", "tiles", "hops", "parcels in", "sent fwd", "sent bwd", "work", "parcels peak")
         size = self.layout.ring_size
         shown = range(size) if size <= _MOST_TABLE_ROWS else (*range(_MOST_TABLE_ROWS // 2), size - 1)
@@ -200,10 +203,10 @@ def mebibytes(count: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes that all ranks together send in one pass: inside nodes, and from node to node.
+    """Bytes that all ranks together send in one pass, inside nodes and between nodes.
 
-    ``parcels_across`` are bytes of parcels between nodes, ``gradients_across`` those of their gradients, which travel
-    as the parcels do, and home from the end of the route.
+    ``parcels_across`` counts parcels sent between nodes, ``gradients_across`` their gradients, which follow the
+    route of the parcel and return from its end to the owner.
     """
 
     inside: int
@@ -216,7 +219,7 @@ class Traffic:
 
 
 def traffic(plan: RingPlan, ranks_per_node: int, *, backward: bool = False) -> Traffic:
-    """What a forward pass or, if asked for, a backward pass sends inside nodes and between them.
+    """Bytes sent inside and between nodes in a forward pass or, with ``backward=True``, in a backward pass.
 
     >>> from ringspan.geometry import Documents, Full
     >>> from ringspan.layout import Layout

@@ -1,7 +1,7 @@
-"""Parcels: the K/V rows of one piece of a shared segment, already dilated, as they travel.
+"""Parcels: the K/V rows of one part of a shared segment, already dilated, packed into one message.
 
-In a parcel the rows of each KV head lie one after the other, head after head: so the rows of any run of
-heads with equal counts are a comb of the parcel, just as they are one of the tensor they came from.
+A parcel stores the rows of KV head 0, then those of KV head 1, and so on. The rows of adjacent heads with equal counts
+are therefore a comb of the parcel, as they are a comb of the tensor they come from.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from ringspan.geometry import Comb, Lane, group_heads
 
 @dataclass(frozen=True, slots=True, order=True)
 class Parcel:
-    """Identified by where its rows begin, so that all ranks know it by the same name.
+    """Identified by its branch and first row, so that all ranks derive the same identity.
 
-    ``rows`` counts (row, head) pairs: what travels is that many rows of K and as many of V.
+    ``rows`` counts (row, head) pairs: the parcel holds that many rows of K and as many of V.
     """
 
     branch: int
@@ -28,9 +28,9 @@ class Parcel:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How an own parcel is filled: from which rows of the rank to which of the parcel, comb by comb.
+    """How to fill a parcel: pairs of combs, (rows of the rank, rows of the parcel).
 
-    The parcel's gradient takes the same way back, and is added.
+    The parcel's gradient is added to the rank's gradients through the same pairs.
     """
 
     parcel: Parcel
@@ -39,18 +39,18 @@ class Packing:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A parcel that goes to, or comes from, ``peer``."""
+    """A parcel sent to, or received from, ``peer``."""
 
     parcel: Parcel
     peer: int
 
 
 def parcel_lanes(lanes: Sequence[Lane]) -> list[Lane]:
-    """Where the rows of each head lie in the parcel that carries these lanes."""
+    """The rows of each head in the parcel that is packed from these lanes."""
     ends = list(accumulate(lane.rows for lane in lanes))
     return [Lane(end - lane.rows, lane.rows, 1) for lane, end in zip(lanes, ends, strict=True)]
 
 
-def packing(parcel: Parcel, lanes: Sequence[Lane]) -> Packing:
-    """How the parcel is filled from the rank's own rows ``lanes``."""
-    return Packing(parcel, tuple((own, there) for own, there in group_heads(lanes, parcel_lanes(lanes))))
+def make_packing(parcel: Parcel, lanes: Sequence[Lane]) -> Packing:
+    """How to fill the parcel from the rank's own rows ``lanes``."""
+    return Packing(parcel, tuple((own, packed) for own, packed in group_heads(lanes, parcel_lanes(lanes))))

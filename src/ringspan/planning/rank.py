@@ -1,7 +1,7 @@
-"""The plan of one rank: which tiles it computes at which hop, and which parcels come and go.
+"""The plan of one rank: which tiles it computes, and which parcels it sends and receives, at each hop.
 
-All ranks derive their plans from the same integers, so what one sends another awaits. A rank's plan costs no more
-than its own tiles and routes: it stays small for a billion tokens and for thousands of ranks.
+All ranks derive their plans from the same integers, so sends and receives match without communication. Planning one
+rank takes time proportional to its own tiles and routes: it is fast for a billion tokens and for thousands of ranks.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from functools import lru_cache
 
 from ringspan.geometry import Documents, Pattern, group_heads, segment_runs
 from ringspan.layout import Layout, Span
-from ringspan.planning.parcels import Message, Packing, packing, parcel_lanes
+from ringspan.planning.parcels import Message, Packing, make_packing, parcel_lanes
 from ringspan.planning.routes import Routing, SharedSegment, owner_sends
 from ringspan.planning.tiles import Tile, fuse_equal_segments
 
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """One step around the ring: hop 0 is the rank's own rows, hop s the parcels that arrive at that step.
+    """One step around the ring: hop 0 computes the rank's own rows, hop s the parcels that arrive at step s.
 
-    In backward the gradient of a parcel travels as the parcel did, one step behind: each rank adds its share, and the
-    last one on the route sends the sum home. ``gradients_out`` says to whom the gradients of this hop's parcels go,
-    ``gradients_in`` what others send after their hop of this number: of own parcels, or of parcels that this rank is
-    about to use.
+    In backward, the gradient of a parcel follows the parcel's route one hop later: each rank adds its share, and the
+    last rank on the route sends the sum back to the owner. ``gradients_out`` are sent after this hop, one for each
+    received parcel. ``gradients_in`` arrive after this hop: gradients of the rank's own parcels, or partial sums for
+    parcels that this rank uses next.
     """
 
     tiles: tuple[Tile, ...] = ()
@@ -37,7 +37,7 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """Everything that one rank does for its ``rows`` rows and ``kv_heads`` KV heads."""
+    """Everything that one rank computes and sends for its ``rows`` rows and ``kv_heads`` KV heads."""
 
     rank: int
     rows: int
@@ -46,22 +46,22 @@ class RankPlan:
     packings: tuple[Packing, ...]
 
     def hop(self, number: int) -> Hop:
-        """The hop of this number; an empty one past the last."""
+        """The hop with this number; an empty hop past the last."""
         return self.hops[number] if number < len(self.hops) else Hop()
 
     @property
     def pairs(self) -> int:
-        """The work: how many (query, key) pairs are computed, over all KV heads."""
+        """The number of (query, key) pairs computed, over all KV heads."""
         return sum(tile.pairs for hop in self.hops for tile in hop.tiles)
 
     @property
-    def starts_everywhere(self) -> bool:
-        """Whether every row of every head has a fresh tile, so that nothing need be there before."""
+    def fresh_everywhere(self) -> bool:
+        """Whether every row of every head has a fresh tile, so that accumulators need no initialisation."""
         return sum(tile.queries.size for tile in self.tiles if tile.fresh) == self.rows * self.kv_heads
 
     @property
     def tiles(self) -> tuple[Tile, ...]:
-        """All tiles, in the order in which they are computed."""
+        """All tiles, in the order of computation."""
         return tuple(tile for hop in self.hops for tile in hop.tiles)
 
 
@@ -92,13 +92,13 @@ def plan_rank(
             branch = pattern.branches(stop - start)[i]
             offsets = pattern.offsets(branch.rate, kv_heads)
             first, last = max(start, span.start), min(stop, span.stop)
-            for piece in segment_runs(first - start, last - start, branch):
-                begin = start + piece.start - piece.phase
-                end = begin + piece.segments * branch.segment_length
+            for run in segment_runs(first - start, last - start, branch):
+                begin = start + run.start - run.phase
+                end = begin + run.segments * branch.segment_length
                 if max(begin, start) >= first and min(end, stop) <= last:
-                    lanes = piece.lanes(branch.rate, offsets, origin=span.start - span.local - start)
-                    stride = branch.segment_length if piece.segments > 1 else 0
-                    combs = group_heads(lanes, segments=piece.segments, stride=stride)
+                    lanes = run.lanes(branch.rate, offsets, origin=span.start - span.local - start)
+                    stride = branch.segment_length if run.segments > 1 else 0
+                    combs = group_heads(lanes, segments=run.segments, stride=stride)
                     local += (Tile(comb, comb, causal, fresh=i == 0) for (comb,) in combs)
                 elif (start, begin) not in shared:
                     parts = tuple(layout.rank_spans(max(begin, start), min(end, stop)))
@@ -111,7 +111,7 @@ def plan_rank(
 
 
 def _held_documents(documents: Documents, spans: tuple[Span, ...]) -> Iterator[tuple[int, int, Span]]:
-    """(first row, row after the last) of each document that lies in a span, at least in part, and that span."""
+    """(start, stop, span) for each document and each span that holds rows of it."""
     for start, stop in documents.spans():
         for span in spans:
             if max(start, span.start) < min(stop, span.stop):
@@ -127,9 +127,9 @@ class _HopDraft:
     gradients_in: list[Message] = field(default_factory=list)
 
     def hop(self) -> Hop:
-        # Both ends of a message must list it in the same order: sorted by parcel.
+        # Sender and receiver must list their messages in the same order: sorted by parcel.
         lists = (self.sends, self.receives, self.gradients_out, self.gradients_in)
-        messages = (tuple(sorted(some, key=lambda m: (m.parcel, m.peer))) for some in lists)
+        messages = (tuple(sorted(each, key=lambda m: (m.parcel, m.peer))) for each in lists)
         return Hop(tuple(self.tiles), *messages)
 
 
@@ -141,46 +141,46 @@ def _plan_shared(
     drafts: defaultdict[int, _HopDraft],
     packings: list[Packing],
 ) -> None:
-    """What a shared segment means for one of its participants."""
+    """Add one participant's tiles and messages of a shared segment to the drafts of its hops."""
     mine = segment.parts_of[rank]
     for key_part in mine:
         parcel = segment.parcel(key_part)
         receivers = list(segment.receivers(key_part))
         if receivers:
-            packings.append(packing(parcel, segment.lanes(key_part, _origin(segment, key_part, spans))))
+            packings.append(make_packing(parcel, segment.lanes(key_part, _origin(segment, key_part, spans))))
         for previous, receiver, following in zip((None, *receivers), receivers, (*receivers[1:], None), strict=False):
             hop = drafts[segment.distance(rank, receiver)]
             if previous is None or owner_sends(routing, rank, receiver):
                 hop.sends.append(Message(parcel, receiver))
-            if not _passes_gradient(routing, rank, receiver, following):
+            if not _forwards_gradient(routing, rank, receiver, following):
                 hop.gradients_in.append(Message(parcel, receiver))
     for key_part, part in enumerate(segment.parts):
-        met = [i for i in mine if segment.meet(i, key_part)]
-        if not met:
+        query_parts = [i for i in mine if segment.part_sees(i, key_part)]
+        if not query_parts:
             continue
         hop = drafts[segment.distance(part.rank, rank)]
-        hop.tiles += _tiles(segment, met, key_part, spans)
+        hop.tiles += _tiles(segment, query_parts, key_part, spans)
         if part.rank == rank:
             continue
         parcel, owner = segment.parcel(key_part), part.rank
-        previous = owner if owner_sends(routing, owner, rank) else segment.before(rank, key_part)
-        following = None if routing == "direct" else segment.after(rank, key_part)
+        previous = owner if owner_sends(routing, owner, rank) else segment.previous_holder(rank, key_part)
+        following = None if routing == "direct" else segment.next_receiver(rank, key_part)
         hop.receives.append(Message(parcel, previous))
         if following is not None and not owner_sends(routing, owner, following):
             drafts[segment.distance(owner, following)].sends.append(Message(parcel, following))
-        if previous != owner and _passes_gradient(routing, owner, previous, rank):
+        if previous != owner and _forwards_gradient(routing, owner, previous, rank):
             drafts[segment.distance(owner, previous)].gradients_in.append(Message(parcel, previous))
-        passed_to = following if _passes_gradient(routing, owner, rank, following) else None
-        hop.gradients_out.append(Message(parcel, owner if passed_to is None else passed_to))
+        next_rank = following if _forwards_gradient(routing, owner, rank, following) else None
+        hop.gradients_out.append(Message(parcel, owner if next_rank is None else next_rank))
 
 
-def _passes_gradient(routing: Routing, owner: int, rank: int, following: int | None) -> bool:
-    """Whether a rank hands its gradient of a parcel to the next one on the route, instead of sending it home."""
+def _forwards_gradient(routing: Routing, owner: int, rank: int, following: int | None) -> bool:
+    """Whether a rank sends the gradient of a parcel to the next rank on the route instead of the owner."""
     return following is not None and not any(owner_sends(routing, owner, receiver) for receiver in (rank, following))
 
 
 def _tiles(segment: SharedSegment, query_parts: list[int], key_part: int, spans: tuple[Span, ...]) -> Iterator[Tile]:
-    """Own queries against the keys of a part: own rows, or a parcel."""
+    """The rank's queries against the keys of a part, which are its own rows or a received parcel."""
     own = any(span.start <= segment.parts[key_part].start < span.stop for span in spans)
     if own:
         parcel, keys = None, segment.lanes(key_part, _origin(segment, key_part, spans))
@@ -193,7 +193,7 @@ def _tiles(segment: SharedSegment, query_parts: list[int], key_part: int, spans:
 
 
 def _origin(segment: SharedSegment, part: int, spans: tuple[Span, ...]) -> int:
-    """What to take off a row of the sequence to get the row of the rank, in the span that holds this part."""
+    """The offset from a sequence row to the rank's local row, in the span that holds this part."""
     start = segment.parts[part].start
     (span,) = (span for span in spans if span.start <= start < span.stop)
     return span.start - span.local

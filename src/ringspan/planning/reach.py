@@ -1,4 +1,4 @@
-"""How far a token sees, and which segments cross ranks, from the pattern and the layout alone."""
+"""Reach: the longest distance between a query and its keys, and which segments cross ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Reach:
 
 
 def find_reach(pattern: Pattern, documents: Documents, layout: Layout, kv_heads: int) -> Reach:
-    """The reach of a pattern on a ring; exact for the layout, at the cost of one step per border between ranks.
+    """The reach of a pattern on a ring. Exact for the layout; takes one step per border between ranks.
 
     >>> from ringspan.geometry import Dilated
     >>> print(find_reach(Dilated((4, 8), (1, 2)), Documents((32,)), Layout("contiguous", 32, 4), kv_heads=2))
@@ -51,9 +51,9 @@ def find_reach(pattern: Pattern, documents: Documents, layout: Layout, kv_heads:
 
 
 def _crosses(i: int, pattern: Pattern, documents: Documents, parts: list[RankSpan], kv_heads: int) -> bool:
-    """Whether two selected rows of one segment and head lie on different ranks, in branch ``i``.
+    """Whether two selected rows of one segment and head are on different ranks, in branch ``i``.
 
-    If so, this holds for two neighbours among the selected rows, and there is a border between them.
+    If so, two adjacent selected rows are on different ranks, with a border between them.
     """
     borders = [part.start for part in parts]
     spans = list(documents.spans())
@@ -69,7 +69,7 @@ def _crosses(i: int, pattern: Pattern, documents: Documents, parts: list[RankSpa
 
 
 def _around(border: int, branch: Branch, offset: int, start: int, stop: int) -> tuple[int, int] | None:
-    """The last selected row before a border and the first one from it on, in one segment of a document."""
+    """The last selected row before a border and the first one after it, or None if they are in different segments."""
     phase = (border - start + branch.shift) % branch.segment_length
     segment = border - phase
     after = border + (offset - phase) % branch.rate

@@ -1,8 +1,8 @@
-"""Shared segments: a segment that a border between ranks cuts, and who sends what to whom because of it.
+"""Routes: which ranks exchange parcels because a border between ranks cuts a segment, and who sends to whom.
 
-Its *parts* are the stretches that lie on one rank; their owners are its *participants*. A part's rows form a
-parcel, which goes to the participants that may see it and to nobody else. The hop at which a participant gets it is
-its cyclic distance from the owner among the participants, so that each rank receives about one shard's worth per hop.
+The *parts* of a shared segment are its rows on each rank; the ranks that own them are its *participants*. The rows of a
+part form a parcel, which is sent only to participants with a query that sees it. A participant receives it at the hop
+that is its cyclic distance from the owner among the participants, so each rank receives about one shard per hop.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Literal
 
 from ringspan.geometry import Documents, Lane, Pattern, SegmentRun
 from ringspan.layout import Layout, RankSpan
-from ringspan.planning.parcels import Packing, Parcel, packing
+from ringspan.planning.parcels import Packing, Parcel, make_packing
 
 
 @dataclass(frozen=True, slots=True)
 class ByNode:
-    """Relay, but a parcel enters each node once: inside its owner's node the owner hands it to everybody itself.
+    """Relay routing in which a parcel enters each node only once: inside its own node, the owner sends it directly.
 
-    Ranks ``0 .. ranks_per_node - 1`` share the first node, and so on. The route visits every other node in one stretch,
-    so that neighbours relay it there; only the way back into the owner's own node is spared.
+    Ranks ``0 .. ranks_per_node - 1`` are on the first node, and so on. A route visits the ranks of every other node
+    consecutively, so they relay the parcel to one another. Only the return into the owner's own node is avoided.
     """
 
     ranks_per_node: int
@@ -40,18 +40,18 @@ Routing = Literal["relay", "direct"] | ByNode
 
 
 def check_routing(routing: object) -> None:
-    """Raise unless this is a way to pass parcels."""
+    """Raise unless ``routing`` is valid."""
     if routing not in ("relay", "direct") and not isinstance(routing, ByNode):
-        raise ValueError(f"routing={routing!r}: must be 'relay' or 'direct', or ByNode(ranks_per_node)")
+        raise ValueError(f"routing={routing!r}: must be 'relay', 'direct' or ByNode(ranks_per_node)")
 
 
 def node_of(rank: int, ranks_per_node: int) -> int:
-    """The node that a rank lives on."""
+    """The node of a rank."""
     return rank // ranks_per_node
 
 
 def owner_sends(routing: Routing, owner: int, receiver: int) -> bool:
-    """Whether the owner itself sends its parcel to a receiver, wherever on the route that receiver stands."""
+    """Whether a receiver gets the parcel from its owner, wherever it is on the route."""
     if isinstance(routing, ByNode):
         return node_of(owner, routing.ranks_per_node) == node_of(receiver, routing.ranks_per_node)
     return routing == "direct"
@@ -59,12 +59,12 @@ def owner_sends(routing: Routing, owner: int, receiver: int) -> bool:
 
 @dataclass(frozen=True)
 class SharedSegment:
-    """One segment, cut by borders between ranks, in one branch. Rows are positions in the whole sequence."""
+    """One segment of one branch, cut by borders between ranks. Rows are positions in the whole sequence."""
 
     branch: int
     rate: int
     offsets: tuple[int, ...]
-    start: int  # where the segment begins; below its first part if the document begins in the middle of it
+    start: int  # of the segment; before its first part if the document starts inside the segment
     parts: tuple[RankSpan, ...]
     causal: bool
 
@@ -79,18 +79,18 @@ class SharedSegment:
 
     @cached_property
     def parts_of(self) -> dict[int, list[int]]:
-        """For each participant, which parts it holds."""
+        """The indices of the parts that each participant holds."""
         held: dict[int, list[int]] = {}
         for i, part in enumerate(self.parts):
             held.setdefault(part.rank, []).append(i)
         return held
 
     def distance(self, owner: int, rank: int) -> int:
-        """Along the ring of participants, from ``owner`` to ``rank``."""
+        """The number of steps from ``owner`` to ``rank`` along the ring of participants."""
         return (self._place[rank] - self._place[owner]) % len(self.participants)
 
     def lanes(self, i: int, origin: int = 0) -> list[Lane]:
-        """For each KV head, the selected rows of a part, counted from ``origin``."""
+        """For each KV head, the selected rows of a part, relative to ``origin``."""
         part = self.parts[i]
         phase = part.start - self.start
         return SegmentRun(part.start, part.stop - part.start, 1, phase).lanes(self.rate, self.offsets, origin)
@@ -99,17 +99,17 @@ class SharedSegment:
         part = self.parts[i]
         return Parcel(self.branch, part.start, part.rank, sum(lane.rows for lane in self.lanes(i)))
 
-    def meet(self, query_part: int, key_part: int) -> bool:
-        """Whether some query of one part sees some key of the other."""
+    def part_sees(self, query_part: int, key_part: int) -> bool:
+        """Whether any query of one part sees any key of the other."""
         if self.causal and key_part > query_part:
             return False
         shortest = min(self.parts[i].stop - self.parts[i].start for i in (query_part, key_part))
         if shortest >= self.rate:
-            return True  # every head has rows in both
+            return True  # every head selects rows in both
         return bool(self._heads_in(query_part) & self._heads_in(key_part))
 
     def _heads_in(self, i: int) -> int:
-        """The KV heads with selected rows in a part, as bits."""
+        """The KV heads that select rows in a part, as a bit mask."""
         if i not in self._found_heads:
             part = self.parts[i]
             rows, phase = part.stop - part.start, part.start - self.start
@@ -121,65 +121,65 @@ class SharedSegment:
     def _found_heads(self) -> dict[int, int]:
         return {}
 
-    def sees(self, rank: int, key_part: int) -> bool:
+    def needs_parcel(self, rank: int, key_part: int) -> bool:
         """Whether a participant needs the parcel of a part."""
-        return any(self.meet(i, key_part) for i in self.parts_of[rank])
+        return any(self.part_sees(i, key_part) for i in self.parts_of[rank])
 
     def receivers(self, key_part: int) -> Iterator[int]:
-        """The participants that need the parcel of a part, by their distance from its owner."""
+        """The participants that need the parcel of a part, in order of their distance from its owner."""
         owner = self._place[self.parts[key_part].rank]
         for step in range(1, len(self.participants)):
             rank = self.participants[(owner + step) % len(self.participants)]
-            if self.sees(rank, key_part):
+            if self.needs_parcel(rank, key_part):
                 yield rank
 
-    def before(self, rank: int, key_part: int) -> int:
-        """Who has the parcel before ``rank``: the receiver ahead of it on the route, or the owner."""
+    def previous_holder(self, rank: int, key_part: int) -> int:
+        """The rank that holds the parcel before ``rank``: the previous receiver on the route, or the owner."""
         owner, place = self.parts[key_part].rank, self._place[rank]
         while True:
             place = (place - 1) % len(self.participants)
             candidate = self.participants[place]
-            if candidate == owner or self.sees(candidate, key_part):
+            if candidate == owner or self.needs_parcel(candidate, key_part):
                 return candidate
             if place == len(self.participants) - 1 and self.causal and self._latest_after(owner) <= key_part:
-                return owner  # nobody between the owner and the end of the ring holds a later part
+                return owner  # no rank between the owner and the end of the ring holds a later part
 
-    def after(self, rank: int, key_part: int) -> int | None:
-        """Who gets the parcel after ``rank``: the next receiver on the route, or None at its end."""
+    def next_receiver(self, rank: int, key_part: int) -> int | None:
+        """The rank that receives the parcel after ``rank``, or None at the end of the route."""
         owner, place = self.parts[key_part].rank, self._place[rank]
         while True:
             place = (place + 1) % len(self.participants)
             candidate = self.participants[place]
             if candidate == owner:
                 return None
-            if self.sees(candidate, key_part):
+            if self.needs_parcel(candidate, key_part):
                 return candidate
             if place == 0 and self.causal and self._latest_before(owner) <= key_part:
-                return None  # nobody between the start of the ring and the owner holds a later part
+                return None  # no rank between the start of the ring and the owner holds a later part
 
-    # Without these two, finding where a causal route begins or ends would cost the square of the size of the ring.
+    # Without these two, finding the start or end of causal routes would take time quadratic in the size of the ring.
 
     def _latest_before(self, owner: int) -> int:
-        """The latest part that a participant before the owner, in the order of the ring, holds; -1 if there is none."""
+        """The latest part held by any participant before the owner, in ring order; -1 if there is none."""
         return self._running_latest[self._place[owner]]
 
     def _latest_after(self, owner: int) -> int:
-        """The latest part that a participant after the owner, in the order of the ring, holds; -1 if there is none."""
-        return self._running_latest_from_the_end[len(self.participants) - 1 - self._place[owner]]
+        """The latest part held by any participant after the owner, in ring order; -1 if there is none."""
+        return self._running_latest_reversed[len(self.participants) - 1 - self._place[owner]]
 
     @cached_property
     def _running_latest(self) -> list[int]:
         return list(accumulate((self.parts_of[rank][-1] for rank in self.participants), max, initial=-1))
 
     @cached_property
-    def _running_latest_from_the_end(self) -> list[int]:
+    def _running_latest_reversed(self) -> list[int]:
         return list(accumulate((self.parts_of[rank][-1] for rank in reversed(self.participants)), max, initial=-1))
 
 
 def packing_from_sequence(
     parcel: Parcel, pattern: Pattern, documents: Documents, layout: Layout, kv_heads: int
 ) -> Packing:
-    """How a parcel is filled from rows of the whole sequence: as its owner fills it, with rows counted from the start.
+    """How to fill a parcel from the whole sequence: as its owner does, but with rows of the sequence, not of the rank.
 
     >>> from ringspan.geometry import Dilated
     >>> ring = Layout("contiguous", 16, ring_size=2)
@@ -195,4 +195,4 @@ def packing_from_sequence(
     part = next(layout.rank_spans(parcel.start, min(segment_start + branch.segment_length, stop)))
     offsets = pattern.offsets(branch.rate, kv_heads)
     alone = SharedSegment(parcel.branch, branch.rate, offsets, segment_start, (part,), causal=False)
-    return packing(parcel, alone.lanes(0))
+    return make_packing(parcel, alone.lanes(0))

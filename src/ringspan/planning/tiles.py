@@ -1,7 +1,6 @@
-"""Tiles: query rows against key rows, and nothing else to be computed.
+"""Tiles: the unit of computation, a comb of query rows against a comb of key rows.
 
-A tile is a comb of query rows against a comb of key rows. It is either full, or square and causal,
-and each of its query rows sees at least one key: no masks anywhere.
+A tile is either full, or square and causal, and each of its query rows sees at least one key. So no tile needs a mask.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from ringspan.planning.parcels import Parcel
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Query rows against key rows of the same KV heads; under ``causal`` row i sees keys 0 .. i.
+    """Query rows against key rows of the same KV heads; if ``causal``, row i sees keys 0 .. i.
 
-    The keys are rows of the rank itself or, if ``parcel`` is given, of that parcel. A ``fresh`` tile is the first of
-    the plan for all of its query rows: its result need not be merged with anything.
+    The keys are the rank's own rows or, if ``parcel`` is given, rows of that parcel. A ``fresh`` tile is the first in
+    the plan for all of its query rows: its result is stored, not merged.
     """
 
     queries: Comb
@@ -29,7 +28,7 @@ class Tile:
 
     @property
     def pairs(self) -> int:
-        """How many (query, key) pairs the tile computes, over its KV heads."""
+        """The number of (query, key) pairs in the tile, over its KV heads."""
         if self.causal:
             per_segment = self.queries.rows * (self.queries.rows + 1) // 2
         else:
@@ -38,7 +37,7 @@ class Tile:
 
 
 def fuse_equal_segments(tiles: Iterable[Tile]) -> Iterator[Tile]:
-    """Join lone segments of one branch that differ only by a constant distance: equal documents become one tile."""
+    """Join single segments of equal shape at constant distances into one tile, such as those of equal documents."""
     alike: dict[Tile, list[int]] = {}
     for tile in tiles:
         if tile.queries.segments > 1 or tile.queries != tile.keys or tile.parcel is not None:
@@ -53,7 +52,7 @@ def fuse_equal_segments(tiles: Iterable[Tile]) -> Iterator[Tile]:
 
 
 def _runs(starts: list[int]) -> Iterator[tuple[int, int, int]]:
-    """Rising numbers as runs (first, how many, distance).
+    """Split rising numbers into runs (first, count, distance).
 
     >>> list(_runs([0, 5, 10, 12]))
     [(0, 3, 5), (12, 1, 0)]
