@@ -1,4 +1,4 @@
-"""`ringspan plan`: the figures are the plan's own, it is quick, and it does without torch where it can."""
+"""`ringspan plan`: it reports the numbers of `rs.plan`, is quick, and imports torch only to measure or draw."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def run_json(*arguments: str) -> dict:  # type: ignore[type-arg]
 
 
 @pytest.mark.parametrize("options", [(), ("--no-causal", "--routing", "direct", "--batch", "2", "--dtype", "bfloat16")])
-def test_figures_are_those_of_the_plan(options: tuple[str, ...]) -> None:
+def test_numbers_are_those_of_the_plan(options: tuple[str, ...]) -> None:
     found = run_json("--no-measure", "--kv-heads", "2", "--tokens", "32k", *options)
     for layout in ("contiguous", "zigzag"):
         plan = rs.plan(
@@ -72,7 +72,7 @@ def test_figures_are_those_of_the_plan(options: tuple[str, ...]) -> None:
     assert found["advice"]["layout"] == advice.layout
 
 
-def test_a_page_for_people() -> None:
+def test_terminal_output() -> None:
     page = run("--no-measure", "--tokens", "32k")
     assert "32,768 tokens over 4 ranks, 2048x1,8192x4,32768x16, causal, 8 heads of 64, float32" in page
     for line in (
@@ -80,7 +80,7 @@ def test_a_page_for_people() -> None:
         "hops",
         "parcels received",
         "sent forward, MiB",
-        "work, 1 = an even share",
+        "work, 1 = even share",
         "memory backward",
     ):
         assert line in page
@@ -89,15 +89,15 @@ def test_a_page_for_people() -> None:
     assert f"Layout: {rs.best_layout(PATTERN, 32768, 4, causal=True)}." in page
 
 
-def test_of_a_large_ring_a_sample_is_shown() -> None:
+def test_a_sample_of_a_large_ring_is_shown() -> None:
     page = run("--no-measure", "--tokens", "1M", "--ranks", "100", "--layout", "contiguous")
-    assert "The largest figure of 64 ranks, an even sample of 100" in page
+    assert "64 ranks, an even sample of 100" in page
     for place in ("0 first", " middle", "99 last", " busiest"):
         assert place in page
-    assert "Layout:" not in page, "one layout is not compared with itself"
+    assert "Layout:" not in page, "a single layout needs no comparison"
 
 
-def test_one_rank_of_ten_thousand_is_priced_alone() -> None:
+def test_one_rank_of_ten_thousand_is_planned_alone() -> None:
     plan_rank.cache_clear()
     page = run(*HUGE, "--no-measure")
     assert "Rank 17 of 10,000" in page
@@ -120,7 +120,7 @@ def test_a_rank_of_ten_thousand_is_planned_in_milliseconds(layout: str) -> None:
     assert max(spent) < 2  # milliseconds; hours, if it grew with the length or the ring
 
 
-def test_the_answer_is_the_models() -> None:
+def test_break_even_is_that_of_the_model() -> None:
     found = run_json("--tokens", "64k", *SHORT, "--flops", "1e14", "--bandwidth", "25e9")
     rates = DeviceRates(1e14, 25e9, 20e-6)
     assert found["rates"]["sources"] == {"flops": "given", "bandwidth": "given", "latency": "assumed"}
@@ -130,17 +130,17 @@ def test_the_answer_is_the_models() -> None:
         assert answer["speedup_at_tokens"] == pytest.approx(speedup(plan, rates))
 
 
-def test_the_answer_is_one_sentence() -> None:
+def test_break_even_is_one_sentence() -> None:
     page = run("--flops", "1e14", "--bandwidth", "25e9", "--latency", "1e-5")
-    assert "By the model, a ring of 4 is faster than one device from about" in page
-    assert "1e+05 GFLOP/s a device (given), 25 GB/s (given), 10 µs a hop (given)" in page
+    assert "a ring of 4 is faster than one device from about" in page
+    assert "1e+05 GFLOP/s per device (given), 25 GB/s (given), 10 µs per hop (given)" in page
     hopeless = run("--pattern", "2048x64", "--flops", "1e15", "--bandwidth", "1", "--latency", "0", "--ranks", "3")
-    assert "By the model, a ring of 3 is never faster than one device, up to 1,073,741,823 tokens" in hopeless
+    assert "a ring of 3 is never faster than one device up to 1,073,741,823 tokens" in hopeless
     assert "for parcels" in hopeless
     assert "a ring of" not in run("--ranks", "1", "--flops", "1e14", "--bandwidth", "25e9")
 
 
-def test_what_is_not_given_is_measured_here() -> None:
+def test_missing_rates_are_measured_here() -> None:
     found = run_json("--tokens", "4k", "--ranks", "2")
     rates, sources = found["rates"], found["rates"]["sources"]
     assert all("measured here" in source for source in sources.values())
@@ -149,7 +149,7 @@ def test_what_is_not_given_is_measured_here() -> None:
     assert 1e-7 < rates["latency"] < 1
 
 
-def test_pictures(tmp_path: Path) -> None:
+def test_figures_are_written(tmp_path: Path) -> None:
     found = run_json("--no-measure", "--tokens", "32k", "--draw", str(tmp_path / "pictures"))
     stems = ["who_sees_what"]
     stems += [f"{what}_{layout}" for layout in ("contiguous", "zigzag") for what in ("who_computes_what", "schedule")]
@@ -211,8 +211,8 @@ def test_ctrl_c_ends_everything_quietly() -> None:
         time.sleep(0.05)
     assert command.poll() is None, command.communicate()
     workers = me.children(recursive=True)
-    assert len(workers) >= 2, "the processes that measure were never started"
-    os.killpg(command.pid, signal.SIGINT)  # as a terminal does: to all of them
+    assert len(workers) >= 2, "no measuring process was started"
+    os.killpg(command.pid, signal.SIGINT)  # to all processes, as a terminal does
     _, errors = command.communicate()
     assert command.returncode == 130
     assert "Interrupted." in errors

@@ -1,4 +1,4 @@
-"""What `ringspan plan` claims: patterns that span the sequence, one layout, and pictures of what was planned."""
+"""What `ringspan plan` claims: patterns that span the sequence, one recommended layout, and figures of the plan."""
 
 import json
 import re
@@ -40,7 +40,7 @@ def test_the_default_pattern_spans_the_sequence_and_uses_the_ring() -> None:
     assert "A token reaches all 1,048,576 tokens" in page
 
 
-def test_says_when_no_segment_crosses_ranks() -> None:
+def test_output_says_when_no_segment_crosses_ranks() -> None:
     page = run(*BORDERED)
     assert "No segment crosses ranks, so nothing is sent" in page
     assert "a token reaches at most 32,768 of 1,048,576 tokens" in page
@@ -56,7 +56,7 @@ def test_reach_is_exact_for_the_layout() -> None:
 
 
 @pytest.mark.parametrize(("pattern", "tokens", "ranks"), [("full", "1M", 8), ("2048x1,8192x4,32768x16", "32k", 4)])
-def test_one_recommendation_with_the_figures_of_that_layout(pattern: str, tokens: str, ranks: int) -> None:
+def test_one_recommendation_with_the_numbers_of_that_layout(pattern: str, tokens: str, ranks: int) -> None:
     setting = ["--pattern", pattern, "--tokens", tokens, "--ranks", str(ranks), *CLUSTER]
     found = run_json(*setting)
     kind = rs.Full() if pattern == "full" else rs.Dilated((2048, 8192, 32768), (1, 4, 16))
@@ -75,7 +75,7 @@ def test_one_recommendation_with_the_figures_of_that_layout(pattern: str, tokens
     assert advised == timed == fastest
 
 
-def test_rows_that_no_branch_selects_are_warned_of_as_by_the_library() -> None:
+def test_warns_of_unselected_rows_like_the_library() -> None:
     page = run("--pattern", "2048x2,8192x4", "--no-measure")
     assert "selects row 0 of KV head 1" in page
     (warning,) = run_json("--pattern", "2048x2,8192x4", "--no-measure")["warnings"]
@@ -87,19 +87,19 @@ def test_rows_that_no_branch_selects_are_warned_of_as_by_the_library() -> None:
 
 
 @pytest.mark.parametrize("place", ["/proc/nowhere", "/dev/null/pictures"])
-def test_pictures_that_cannot_be_written_are_an_error_of_one_line(place: str) -> None:
+def test_unwritable_figures_are_a_one_line_error(place: str) -> None:
     said = run("--no-measure", "--tokens", "4k", "--draw", place, status=2)
     assert "--draw" in said
     assert place in said
     assert "Traceback" not in said
 
 
-def test_a_file_in_the_way_of_pictures(tmp_path: Path) -> None:
+def test_a_file_instead_of_the_figure_folder(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
     assert "taken" in run("--no-measure", "--tokens", "4k", "--draw", str(tmp_path / "taken"), status=2)
 
 
-def test_the_example_of_the_docs_is_what_the_command_prints() -> None:
+def test_the_docs_example_is_what_the_command_prints() -> None:
     page = (Path(__file__).parent.parent.parent / "docs/planning.md").read_text()
     command, example = re.search(r"`ringspan plan (.*?)` prints .*?```text\n(.*?)```", page, re.S).groups()  # type: ignore[union-attr]
     result = CliRunner().invoke(app, ["plan", *command.split()], env={"COLUMNS": "200"})

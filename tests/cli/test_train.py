@@ -129,10 +129,10 @@ def test_a_model_that_the_run_has_left_behind_is_refused_whatever_the_times_of_i
     os.utime(run / "checkpoints/step-00000099", (0, 0))
     result = CliRunner().invoke(app, ["evaluate", str(run)], env={"COLUMNS": "300"})
     assert result.exit_code == 2
-    assert "went on after its model was written: say --step 99" in " ".join(result.stderr.split())
+    assert "use --step 99" in " ".join(result.stderr.split())
     (run / "model/steps.txt").unlink()
     result = CliRunner().invoke(app, ["evaluate", str(run)], env={"COLUMNS": "300"})
-    assert "has not written its model yet: say --step 99" in " ".join(result.stderr.split())
+    assert "use --step 99" in " ".join(result.stderr.split())
     assert found["scores"]
 
 

@@ -25,46 +25,46 @@ def ringspan(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[s
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False)
 
 
-def test_json_is_all_there_is_on_stdout(tmp_path: Path) -> None:
+def test_stdout_is_json_only(tmp_path: Path) -> None:
     done = ringspan("verify", *SMALL, "--ranks", "2", "--json", "--out", str(tmp_path))
     found = json.loads(done.stdout)
     checks = {check["name"]: check["verdict"] for check in found["checks"]}
-    assert checks["the gradients are exact"] == "holds"
-    assert set(found["answers"]) == {"1", "2"}
+    assert checks["the gradients are exact"] == "pass"
+    assert set(found["measurements"]) == {"1", "2"}
     assert json.loads((tmp_path / "verify.json").read_text()) == found
     assert "<h1>" in (tmp_path / "verify.html").read_text()
-    assert done.returncode == found["status"] == (1 if "FAILS" in checks.values() else 0)
+    assert done.returncode == found["status"] == (1 if "FAIL" in checks.values() else 0)
     # The report names what was run: the pattern itself at its length, and its own rates in shorter segments.
     assert "up to 4,100 tokens" in found["sentence"]
     text = (tmp_path / "verify.md").read_text()
-    assert "128x1 1024x8 itself is run at 4,100 tokens" in text
-    assert "| 128x1 1024x8, 4,096 tokens, 4 heads x 64, float32 |" in text
+    assert "128x1,1024x8 runs unchanged at 4,100 tokens" in text
+    assert "| 128x1,1024x8, 4,096 tokens, 4 heads x 64, float32 |" in text
     assert "x4" not in text
 
 
-def test_a_ring_that_was_not_examined_is_not_proven(tmp_path: Path) -> None:
+def test_a_ring_of_one_is_incomplete(tmp_path: Path) -> None:
     done = ringspan("verify", *SMALL, "--ranks", "1", "--out", str(tmp_path))
     assert done.returncode == 3
-    assert "Not proven" in done.stdout
-    assert "The ring is real" not in done.stdout
+    assert "INCOMPLETE:" in done.stdout
+    assert "PASS" not in done.stdout
 
 
-def test_a_faulty_ring_ends_with_status_1_and_its_name(tmp_path: Path) -> None:
+def test_a_faulty_ring_exits_with_status_1_and_its_reason(tmp_path: Path) -> None:
     target = "tests.tools.verify.faulty:raises"
     done = ringspan("verify", "--attention", target, "--ranks", "1", "--out", str(tmp_path))
     assert done.returncode == 1
-    assert "This is not the ring it should be" in done.stdout
+    assert "FAIL:" in done.stdout
     assert "rank 0 of 1 raised NotImplementedError: not on this device" in (tmp_path / "verify.md").read_text()
 
 
-def test_it_examines_the_group_that_torchrun_started(tmp_path: Path) -> None:
+def test_verifies_the_ranks_of_torchrun(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "ringspan"]
     command += ["verify", *SMALL, "--json", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     found = json.loads(done.stdout)
     assert "torchrun" in found["where"]
     verdicts = {check["name"]: check["verdict"] for check in found["checks"]}
-    assert verdicts["the output is exact"] == verdicts["bytes on the wire"] == "holds"
+    assert verdicts["the output is exact"] == verdicts["bytes sent are as expected"] == "pass"
 
 
 def test_an_interrupt_ends_it_cleanly(tmp_path: Path) -> None:

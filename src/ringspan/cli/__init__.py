@@ -9,8 +9,8 @@ from ringspan.runtime.extras import missing_package
 
 
 def main() -> None:
-    """Run the command line; without its libraries, say how to get them."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # ignored in a shell's background job
+    """Run the command line; if its packages are missing, print how to install them."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell ignores it in background jobs
         signal.signal(signal.SIGINT, _on_interrupt)
     try:
         from ringspan.cli.app import app  # noqa: PLC0415
@@ -22,15 +22,15 @@ def main() -> None:
 
 
 def _on_interrupt(number: int, frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt, as Python does; but end the process if it is importing modules.
+    """Raise KeyboardInterrupt, as Python does, but exit at once during an import.
 
-    Importing torch takes seconds, and a KeyboardInterrupt can get lost in there.
+    Importing torch takes seconds, and its native code can swallow a KeyboardInterrupt.
     """
-    at = frame
-    while at is not None:
-        if at.f_code.co_filename == "<frozen importlib._bootstrap>":
+    caller = frame
+    while caller is not None:
+        if caller.f_code.co_filename == "<frozen importlib._bootstrap>":
             if os.environ.get("RANK", "0") == "0":
                 os.write(2, b"Interrupted.\n")
             os._exit(130)
-        at = at.f_back
+        caller = caller.f_back
     signal.default_int_handler(number, frame)

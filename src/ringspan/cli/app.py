@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -13,29 +14,33 @@ from ringspan.cli.console import reported
 
 # Each command is the function of the same name in the module of the same name.
 COMMANDS = {
-    "verify": "Prove that a ring is exact, sharded and fast, on this machine.",
-    "plan": "Show what a ring would compute, send and hold, before there is one.",
-    "rehearse": "Run some ranks of a large ring that does not exist, one at a time.",
-    "stream": "Attention over a sequence larger than memory, checked by samples.",
-    "bench": "Measure speed, memory and the longest sequence, next to other implementations.",
-    "train": "Train a LongNet on the bytes of any files, alone or under torchrun.",
+    "verify": "Check on this machine that a ring is exact, sharded and fast.",
+    "plan": "Show what each rank of a ring would compute, send and hold, without running it.",
+    "rehearse": "Run some ranks of a large ring on this machine, one at a time.",
+    "stream": "Compute attention over a sequence larger than memory, and check samples of it.",
+    "bench": "Measure speed, memory and the longest possible sequence; compare implementations.",
+    "train": "Train a LongNet on the bytes of any files, in one process or under torchrun.",
     "evaluate": "Score a trained model on held-out text, by context length.",
     "generate": "Continue a prompt with a trained model.",
-    "doctor": "Show what works on this machine, and what is missing for what.",
+    "doctor": "Show what works on this machine, what is missing, and how to install it.",
 }
 
 
 class Commands(TyperGroup):
-    """Loads commands on first use, and reports whatever ends one of them early in the same way."""
+    """Imports a command on first use, and reports the errors of all commands in the same way."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [*COMMANDS]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Enough of a command to list it; `resolve_command` loads the real one."""
+        """A placeholder that is sufficient to list the command; `resolve_command` loads the real one."""
         return TyperCommand(cmd_name, help=COMMANDS[cmd_name]) if cmd_name in COMMANDS else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            nearest = get_close_matches(args[0], COMMANDS, n=1)
+            hint = f"did you mean {nearest[0]!r}?" if nearest else f"must be one of {', '.join(COMMANDS)}"
+            ctx.fail(f"No such command {args[0]!r}: {hint}")
         name, command, rest = super().resolve_command(ctx, args)
         return name, load_command(name) if name in COMMANDS else command, rest
 
@@ -59,7 +64,7 @@ app = typer.Typer(
     name="ringspan",
     cls=Commands,
     help="Exact context parallelism: dilated (LongNet) and full attention over a ring of devices. "
-    "Prove it, plan it, measure it, train with it.",
+    "Verify it, plan it, measure it, train with it.",
     epilog="Start with `ringspan verify`. Every command has examples: `ringspan COMMAND --help`.",
     no_args_is_help=True,
     add_completion=False,

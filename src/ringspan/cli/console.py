@@ -1,4 +1,4 @@
-"""The consoles that commands print to."""
+"""How commands print: consoles that show text as it is, and errors as one sentence."""
 
 from __future__ import annotations
 
@@ -18,26 +18,28 @@ if TYPE_CHECKING:
 
 
 def make_console(*, stderr: bool = False, quiet: bool = False) -> Console:
-    """A console that prints text as it is.
+    """A console that prints text unchanged.
 
-    Paths, error messages and pip commands contain brackets, which rich would otherwise take for markup and remove.
+    Paths, error messages and pip commands contain brackets, which rich would otherwise parse as markup and remove.
     """
     from rich.console import Console  # noqa: PLC0415
 
     return Console(stderr=stderr, quiet=quiet, markup=False, highlight=False)
 
 
-INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
-_HEAD_START = 20.0  # seconds that a failing rank leaves to rank 0
-_UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # of click, which newer versions of typer contain
+INTERRUPTED = 130  # exit status after Ctrl-C, by the convention of shells
+_HEAD_START = 20.0  # seconds that another rank waits, so that rank 0 reports first
+_UsageError: type[Exception] = typer.BadParameter.__bases__[
+    0
+]  # click's UsageError; newer versions of typer bundle click
 
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """Turn interrupts and expected errors inside the block into a sentence on stderr; defects keep their traceback.
+    """Report interrupts and expected errors in the block as one sentence on stderr; bugs keep their traceback.
 
-    Under torchrun rank 0 reports. Most errors occur on all ranks; torchrun ends the others as soon as rank 0 has
-    exited. A rank that is still running after a while has failed alone, and reports its own error.
+    Under torchrun rank 0 reports. Most errors occur on all ranks, and torchrun stops the others as soon as rank 0 has
+    exited. A rank that still runs after a while has failed alone, and reports its own error.
     """
     try:
         yield
@@ -59,7 +61,7 @@ def reported() -> Iterator[None]:
 
 
 def _sentence(error: ImportError | OSError | RuntimeError) -> str | None:
-    """An error as a sentence for the user; None for a defect, and for what the command line handles itself."""
+    """An error as a sentence for the user; None for a bug, and for errors that typer handles."""
     if isinstance(error, (BrokenPipeError, typer.Exit, typer.Abort)):
         return None
     if isinstance(error, OSError):
@@ -84,7 +86,7 @@ def _sentence_of_torch(error: RuntimeError) -> str | None:
     if isinstance(error, OutOfMemoryError) or "can't allocate memory" in str(error):
         return f"out of memory ({str(error).splitlines()[0]}): use fewer tokens, more ranks or a smaller model"
     if isinstance(error, DistError) or "gloo" in str(error):
-        return f"another rank is gone, or could not be reached ({error})"
+        return f"another rank exited or cannot be reached ({error})"
     return None
 
 

@@ -1,27 +1,25 @@
-"""`ringspan doctor`: what is here, what is missing for what, and whether attention works."""
+"""`ringspan doctor`: what works on this machine, what is missing, and a short self-test of attention."""
 
 from __future__ import annotations
 
 import json
 import os
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
 from ringspan.cli.console import make_console
 from ringspan.cli.options import AsJson
-
-if TYPE_CHECKING:
-    from ringspan.tools.doctor import Health, SelfTest
-    from ringspan.tools.pages import Table
+from ringspan.tools.doctor import HealthReport, SelfTest, inspect_machine
+from ringspan.tools.pages import Table, rich_table
 
 
 def doctor(as_json: AsJson = False) -> None:
-    """Look at this machine: devices, kernels, backends, packages; then try attention on every device and dtype.
+    """Inspect this machine (devices, kernels, backends, packages) and test attention on every device and dtype.
 
-    Ends with a verdict. Exit status 0 only if every self-test holds: output and gradients against a dense oracle in
-    fp64. Under torchrun every process looks at its machine, and rank 0 speaks.
+    The self-test compares output and gradients with the dense definition in fp64. Exit status: 0 if every test passes,
+    otherwise 1. Under torchrun every process inspects its machine, and rank 0 prints.
 
     **Examples**
 
@@ -30,66 +28,63 @@ def doctor(as_json: AsJson = False) -> None:
     `ringspan doctor --json`
     """
 
-    from ringspan.tools.pages import rich_table  # noqa: PLC0415
-
-    progress = make_console(stderr=True)
-    with progress.status("looking around, and trying attention on every device and dtype ..."):
-        from ringspan.tools.doctor import examine_machine  # noqa: PLC0415
-
-        health = examine_machine()
-
-    speaks = os.environ.get("RANK", "0") == "0"
-    if speaks and as_json:
-        typer.echo(json.dumps(_as_document(health)))
-    elif speaks:
-        console = make_console()
-        for table in _tables(health):
-            shown = rich_table(table)
-            for column in shown.columns:
-                column.overflow = "fold"  # names and pip lines are to be read whole
-            console.print(shown)
-        console.print(f"Processes: {health.launch}", highlight=False, soft_wrap=True)
-        console.print(health.verdict, style="green" if health.is_well else "bold red", highlight=False, soft_wrap=True)
-    raise typer.Exit(0 if health.is_well else 1)
+    with make_console(stderr=True).status("inspecting this machine and testing attention ..."):
+        report = inspect_machine()
+    if os.environ.get("RANK", "0") == "0":
+        if as_json:
+            typer.echo(json.dumps(_as_document(report)))
+        else:
+            _print_report(report)
+    raise typer.Exit(0 if report.is_healthy else 1)
 
 
-def _as_document(health: Health) -> dict[str, Any]:
+def _as_document(report: HealthReport) -> dict[str, Any]:
     return {
-        **asdict(health),
-        "self_tests": [{**asdict(test), "holds": test.holds} for test in health.self_tests],
-        "missing": {package.name: package.install for package in health.missing},
-        "is_well": health.is_well,
-        "verdict": health.verdict,
+        **asdict(report),
+        "self_tests": [{**asdict(test), "passed": test.passed} for test in report.self_tests],
+        "missing": {package.name: package.install for package in report.missing},
+        "is_healthy": report.is_healthy,
+        "verdict": report.verdict,
     }
 
 
-def _tables(health: Health) -> list[Table]:
-    from ringspan.tools.pages import Table  # noqa: PLC0415
+def _print_report(report: HealthReport) -> None:
+    console = make_console()
+    for table in _tables(report):
+        console.print(rich_table(table))
+    if report.missing:
+        console.print("Missing packages", style="italic")
+    for package in report.missing:
+        console.print(f" {package.name}, for {package.purpose}: {package.install}", soft_wrap=True)
+    console.print(f"Processes: {report.launch}", soft_wrap=True)
+    console.print(report.verdict, style="green" if report.is_healthy else "bold red", soft_wrap=True)
 
-    devices = [["device", "what it is", "for training", "because"]]
-    devices += [[d.name, d.description, d.suggested_dtype, d.reason] for d in health.devices]
-    kernels = [["kernel", "usable", "dtypes", "because"]]
-    kernels += [[k.name, _yes(k.usable), ", ".join(k.dtypes), k.reason] for k in health.kernels]
-    choices = [["device", "dtype", "kernel", "because"]]
-    choices += [[c.device, c.dtype, c.kernel, c.reason] for c in health.choices]
-    backends = [["backend", "here", "carries"]]
-    backends += [[b.name, _yes(b.available), b.carries] for b in health.backends]
-    packages = [["package", "version", "for", "if missing"]]
-    packages += [[p.name, p.version or "missing", p.purpose, "" if p.version else p.install] for p in health.packages]
+
+def _tables(report: HealthReport) -> list[Table]:
+    devices = [["device", "description", "dtype for training", "reason"]]
+    devices += [[d.name, d.description, d.suggested_dtype, d.reason] for d in report.devices]
+    kernels = [["kernel", "usable", "dtypes", "reason"]]
+    kernels += [[k.name, _yes(k.usable), ", ".join(k.dtypes), k.reason] for k in report.kernels]
+    choices = [["device", "dtype", "kernel", "reason"]]
+    choices += [[c.device, c.dtype, c.kernel, c.reason] for c in report.choices]
+    backends = [["backend", "available", "for"]]
+    backends += [[b.name, _yes(b.available), b.tensors] for b in report.backends]
+    packages = [["package", "version", "for"]]
+    packages += [[p.name, p.version, p.purpose] for p in report.packages if p.version]
     tests = [["device", "dtype", "kernel", "error", "verdict"]]
-    tests += [[t.device, t.dtype, t.kernel, _error(t), "holds" if t.holds else "FAILS"] for t in health.self_tests]
+    tests += [[t.device, t.dtype, t.kernel, _error(t), "pass" if t.passed else "FAIL"] for t in report.self_tests]
     return [
         Table("Devices", devices),
         Table("Kernels", kernels),
-        Table("Which kernel attention gets", choices),
+        Table("Kernel that attention uses", choices),
         Table("Process-group backends", backends),
         Table("Packages", packages),
-        Table("Self-test: attention forward and backward against a dense oracle in fp64", tests),
+        Table("Self-test: attention forward and backward against the dense definition", tests),
     ]
 
 
 def _error(test: SelfTest) -> str:
-    return test.failure or f"{test.error:.1e} in {test.result}, {test.allowed:.1e} allowed"
+    return test.failure or f"{test.error:.1e} in {test.result}, allowed {test.allowed:.1e}"
 
 
 def _yes(answer: bool) -> str:

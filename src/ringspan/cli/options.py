@@ -1,4 +1,4 @@
-"""Options that several commands share, and how their values are read. Knows no torch."""
+"""Options that several commands share, and how their values are parsed. Does not import torch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def read_pattern(text: str) -> Pattern:
 
 
 def read_pattern_at(tokens: int) -> Callable[[str], Pattern]:
-    """A reader of patterns that also knows ``spanning``: segments that grow by 4 up to the length.
+    """A reader of patterns that also accepts ``spanning``: segments that grow by a factor of 4 up to the length.
 
     >>> read_pattern_at(32768)("spanning").segment_lengths
     (2048, 8192, 32768)
@@ -50,7 +50,7 @@ def read_pattern_at(tokens: int) -> Callable[[str], Pattern]:
 
 
 def read_count(text: str) -> int:
-    """A whole number, also as 32k (x 1024), 4M, 1G or 1e9.
+    """A whole number, also written as 32k (x 1024), 4M, 1G or 1e9.
 
     >>> read_count("32k"), read_count("1e9"), read_count("131_072")
     (32768, 1000000000, 131072)
@@ -68,7 +68,7 @@ def read_count(text: str) -> int:
 
 
 def read_counts(text: str) -> list[int]:
-    """Whole numbers with commas between them.
+    """Whole numbers separated by commas.
 
     >>> read_counts("1,2,4k")
     [1, 2, 4096]
@@ -84,7 +84,7 @@ def read_dtype(text: str) -> str:
 
 
 def read_as(option: str, reader: Callable[[str], Value], text: str) -> Value:
-    """A value by its reader; what is wrong with it is said together with the name of its option."""
+    """The value that ``reader`` parses; errors name the option."""
     try:
         return reader(text)
     except typer.BadParameter as error:
@@ -92,7 +92,7 @@ def read_as(option: str, reader: Callable[[str], Value], text: str) -> Value:
 
 
 def warn_of_unselected(console: Console, pattern: Pattern, tokens: int, kv_heads: int) -> str:
-    """Print what `rs.attention` would warn of, and return it."""
+    """Print the warning that `rs.attention` would give, and return it."""
     warning = unselected_warning(pattern, tokens, kv_heads)
     if warning:
         console.print(f"Warning: {warning}", style="yellow", highlight=False, soft_wrap=True)
@@ -101,7 +101,7 @@ def warn_of_unselected(console: Console, pattern: Pattern, tokens: int, kv_heads
 
 @contextmanager
 def writing_to(option: str, place: Path) -> Iterator[None]:
-    """Say in one line, with the name of its option, that a place cannot be written."""
+    """Turn an OSError in the block into a one-line error that names the option and the folder."""
     try:
         yield
     except OSError as error:
@@ -109,15 +109,15 @@ def writing_to(option: str, place: Path) -> Iterator[None]:
         raise typer.BadParameter(f"{place}: must be a folder that can be written ({why})", param_hint=option) from error
 
 
-AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable result on stdout, and nothing else there.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print only the result, as JSON, to stdout.")]
 Heads = Annotated[int, typer.Option(help="Query heads.", min=1)]
-Dim = Annotated[int, typer.Option(help="Numbers in a head.", min=1)]
+Dim = Annotated[int, typer.Option(help="Head dimension.", min=1)]
 
 
 def flags_of(shown: Any, source: str, topic: str = "") -> list[inspect.Parameter]:
-    """A flag for each described field of a dataclass; not given, it is None, and the preset's value holds.
+    """A flag for each field of a dataclass that has help text; None if not given, so that the preset applies.
 
-    Help shows the values of ``shown``, which are those of the preset ``source``.
+    Help shows the values of ``shown`` as defaults, which are those of the preset ``source``.
     """
     settings = type(shown)
     hints = get_type_hints(settings)
@@ -142,7 +142,7 @@ def flags_of(shown: Any, source: str, topic: str = "") -> list[inspect.Parameter
 
 
 def with_flags(command: Callable[..., None], flags: list[inspect.Parameter]) -> Callable[..., None]:
-    """A command whose ``**given`` is spelled out as flags."""
+    """The command, with ``flags`` in its signature instead of its ``**`` parameter."""
     own = inspect.signature(command, eval_str=True)
     kept = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     kept = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in kept]
@@ -151,12 +151,12 @@ def with_flags(command: Callable[..., None], flags: list[inspect.Parameter]) -> 
 
 
 def _kind(settings: type, name: str, kind: Any) -> Any:
-    """The type of a flag: one of those that the command line reads by itself, or text."""
+    """The type of a flag: one that typer parses, or text."""
     return kind if kind in (int, float, bool) or choices_of(settings, name) else str
 
 
 def _reading(name: str, kind: Any) -> dict[str, Any]:
-    """How a flag's text becomes a value, where its type does not say."""
+    """The parser of a flag whose type typer does not parse."""
     if kind is int and name == "tokens":
         return {"parser": read_count, "metavar": "COUNT"}
     if kind == tuple[int, ...]:
@@ -165,7 +165,7 @@ def _reading(name: str, kind: Any) -> dict[str, Any]:
 
 
 def _text(value: Any) -> str:
-    """A value as its flag takes it."""
+    """A value as its flag accepts it."""
     if isinstance(value, tuple):
         return ",".join(map(str, value)) or "none"
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
@@ -176,7 +176,7 @@ def _read_tuple(text: str) -> tuple[int, ...]:
 
 
 def read_lengths(text: str) -> list[int]:
-    """Lengths with commas between them; FIRST..LAST doubles.
+    """Lengths separated by commas; FIRST..LAST means doubling.
 
     >>> read_lengths("4k..16k"), read_lengths("1000,2k")
     ([4096, 8192, 16384], [1000, 2048])
@@ -195,7 +195,7 @@ def read_lengths(text: str) -> list[int]:
 
 
 def read_bytes(text: str) -> int:
-    """Bytes, with or without a unit; all units are powers of two.
+    """Bytes, with or without a unit; units are powers of 1024.
 
     >>> read_bytes("8GiB"), read_bytes("512M"), read_bytes("1.5 gib")
     (8589934592, 536870912, 1610612736)
@@ -207,7 +207,7 @@ def read_bytes(text: str) -> int:
 
 
 def read_layout(text: str) -> LayoutName | None:
-    """The name of a layout, or None for ``best``: the better one for each case."""
+    """The name of a layout, or None for ``best``: the faster layout of each case."""
     if text == "best":
         return None
     try:
@@ -218,20 +218,20 @@ def read_layout(text: str) -> LayoutName | None:
 
 
 Step: TypeAlias = Annotated[
-    int, typer.Option(help="Take the weights after so many steps, from a checkpoint; 0 is the model at the end.")
+    int, typer.Option(help="Load the weights of the checkpoint after this many steps; 0 loads the final model.")
 ]
 
 
 def run_settings(run: Path) -> TrainSettings:
-    """The settings that a run wrote into its folder."""
+    """The settings in the folder of a run."""
     path = run / "settings.json"
     if not path.is_file():
-        raise ValueError(f"{path}: no such file; give the folder of a run of `ringspan train`, its --out")
+        raise ValueError(f"{path}: no such file; give the folder of a run, the --out of `ringspan train`")
     return TrainSettings.read(path)
 
 
 def trained_model(run: Path, step: int) -> LongNet:
-    """The model in a run's folder, after ``step`` steps if not 0; refuses a model that the run has left behind."""
+    """The final model of a run, or that after ``step`` steps; raises if the run continued after its final model."""
     from ringspan.models import LongNet  # noqa: PLC0415
     from ringspan.train.checkpoint import STEPS, Checkpoints  # noqa: PLC0415
 
@@ -240,9 +240,11 @@ def trained_model(run: Path, step: int) -> LongNet:
     if not step:
         steps, written = checkpoints.steps(), run / "model" / STEPS
         if steps and not written.is_file():
-            raise ValueError(f"{run} has not written its model yet: say --step {steps[-1]}, its last checkpoint")
+            raise ValueError(f"{run} has no final model yet: use --step {steps[-1]}, its last checkpoint")
         if steps and written.read_text().strip() != str(steps[-1]):
-            raise ValueError(f"{run} went on after its model was written: say --step {steps[-1]}, its last checkpoint")
+            raise ValueError(
+                f"{run} continued after its model was written: use --step {steps[-1]}, its last checkpoint"
+            )
         return LongNet.from_pretrained(run / "model")
     model = LongNet(settings.model)
     checkpoints.load_weights(step, model)

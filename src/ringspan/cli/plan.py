@@ -1,4 +1,4 @@
-"""`ringspan plan`: what a ring would do and cost, before there is one. Needs no torch, unless it measures or draws."""
+"""`ringspan plan`: what each rank of a ring would compute, send and hold. Imports torch only to measure or draw."""
 
 from __future__ import annotations
 
@@ -24,54 +24,60 @@ from ringspan.cli.options import (
 )
 from ringspan.geometry import Dilated
 from ringspan.layout import LayoutName, check_layout_name
+from ringspan.planning import RingPlan, Routing
+from ringspan.planning.breakeven import LONGEST, BreakEven, advise_layout, break_even, speedup
 from ringspan.runtime.extras import missing_package
+from ringspan.tools import plan_report
+from ringspan.tools.pages import Table, rich_table
+from ringspan.tools.plan_report import layout_costs, make_plans
+from ringspan.tools.rates import KnownRates, find_rates
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from ringspan.planning import RingPlan, Routing
-    from ringspan.planning.breakeven import BreakEven
-    from ringspan.tools.pages import Table
-    from ringspan.tools.rates import KnownRates
 
 
 def plan(
     pattern: Annotated[str, typer.Option(metavar="PATTERN", help=PATTERN_HELP)] = SPANNING,
     tokens: Annotated[
-        str, typer.Option("--tokens", "-n", metavar="COUNT", help="Length: 131072, 128k or 1e9.")
+        str, typer.Option("--tokens", "-n", metavar="COUNT", help="Sequence length: 131072, 128k or 1e9.")
     ] = "128k",
-    ranks: Annotated[str, typer.Option("--ranks", "-k", metavar="COUNT", help="Size of the ring.")] = "4",
+    ranks: Annotated[str, typer.Option("--ranks", "-k", metavar="COUNT", help="Ring size.")] = "4",
     rank: Annotated[
-        int | None, typer.Option(help="Price this rank only.", min=0, show_default="all, or a sample")
+        int | None, typer.Option(help="Show only this rank of the ring.", min=0, show_default="all, or a sample")
     ] = None,
     layout: Annotated[str, typer.Option(help="contiguous, zigzag or both.")] = "both",
-    causal: Annotated[bool, typer.Option(help="Whether a query sees only keys up to itself.")] = True,
-    routing: Annotated[str, typer.Option(help="relay (neighbour to neighbour) or direct (from the owner).")] = "relay",
+    causal: Annotated[bool, typer.Option(help="Whether a query attends only to keys up to its own position.")] = True,
+    routing: Annotated[
+        str, typer.Option(help="relay (from neighbour to neighbour) or direct (from the owner).")
+    ] = "relay",
     heads: Heads = 8,
-    kv_heads: Annotated[int | None, typer.Option(help="KV heads.", min=1, show_default="as many as heads")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="KV heads.", min=1, show_default="same as heads")] = None,
     dim: Dim = 64,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
-    batch: Annotated[int, typer.Option(help="Sequences at a time.", min=1)] = 1,
+    batch: Annotated[int, typer.Option(help="Batch size.", min=1)] = 1,
     flops: Annotated[float | None, typer.Option(help="FLOP/s of a device.", show_default="measured")] = None,
-    bandwidth: Annotated[float | None, typer.Option(help="Bytes/s a rank sends.", show_default="measured")] = None,
+    bandwidth: Annotated[float | None, typer.Option(help="Bytes/s that a rank sends.", show_default="measured")] = None,
     latency: Annotated[
-        float | None, typer.Option(help="Seconds a hop costs.", show_default="measured, or 20e-6 if bandwidth is given")
+        float | None,
+        typer.Option(help="Latency of a hop in seconds.", show_default="measured, or 20e-6 if bandwidth is given"),
     ] = None,
     measure: Annotated[
         bool,
         typer.Option(
-            help="Ask from what length on a ring pays, and measure the rates not given. Otherwise they are assumed: "
-            "1e14 FLOP/s, 25e9 bytes/s, 20e-6 s."
+            help="Compute from which length on a ring is faster, and measure the rates that are not given. Without it, "
+            "rates are assumed: 1e14 FLOP/s, 25e9 bytes/s, 20e-6 s."
         ),
     ] = True,
-    draw: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Draw pictures, as PNG and SVG.")] = None,
+    draw: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Write figures of the plan, as PNG and SVG.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Plan a ring: what each rank computes, sends and holds, which layout is faster, and from what length on it pays.
+    """Show what each rank of a ring computes, sends and holds, which layout is faster, and when a ring is worth it.
 
-    No tensors, no processes: one rank of ten thousand, with a billion tokens, is planned in a second. Which layout is
-    faster, and from what length on a ring beats one device, depends on rates: give them, or they are measured here in a
-    few seconds.
+    Runs no attention: one rank of ten thousand, over a billion tokens, is planned in about a second. Which layout is
+    faster, and from which length on a ring beats one device, depends on the speed of devices and links: give these
+    rates, or let the command measure this machine for a few seconds.
 
     **Examples**
 
@@ -83,10 +89,6 @@ def plan(
 
     `ringspan plan --ranks 4 --draw pictures`
     """
-
-    from ringspan.planning.breakeven import advise_layout  # noqa: PLC0415
-    from ringspan.tools import plan_report  # noqa: PLC0415
-    from ringspan.tools.plan_report import make_plans, price_layout  # noqa: PLC0415
 
     ring_size, length = read_as("--ranks", read_count, ranks), read_as("--tokens", read_count, tokens)
     planned = read_as("--pattern", read_pattern_at(length), pattern)
@@ -107,21 +109,24 @@ def plan(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     if rank is not None and rank >= ring_size:
-        raise typer.BadParameter(f"{rank}: must lie in 0 .. {ring_size - 1}", param_hint="--rank")
+        way_out = f"give --ranks {rank} for a ring of that size" if rank > 1 else "a ring of 1 has only rank 0"
+        raise typer.BadParameter(
+            f"{rank}: must be a rank of the ring, 0 .. {ring_size - 1}; {way_out}", param_hint="--rank"
+        )
 
     progress = make_console(stderr=True)
     warning = warn_of_unselected(progress, planned, length, kv_heads or heads)
     measure = measure and ring_size > 1
     with progress.status("planning ...") as status:
-        prices = {name: price_layout(ring, rank) for name, ring in plans.items()}
+        costs = {name: layout_costs(ring, rank) for name, ring in plans.items()}
         if measure:
-            status.update("measuring how fast this machine computes and sends ...")
+            status.update("measuring the compute and transfer rates of this machine ...")
         known = _rates(flops, bandwidth, latency, dtype, dim, measure)
-        compare = len(plans) > 1 and ring_size > 1 and (measure or rank is None)  # one rank is priced alone
+        compare = len(plans) > 1 and ring_size > 1 and (measure or rank is None)  # --rank plans that rank only
         advice = advise_layout(plans, known.rates) if compare else None
         answers = {}
         if measure:
-            status.update("looking for the length from which on a ring pays ...")
+            status.update("computing from which length on a ring is faster ...")
             name = advice.layout if advice else next(iter(plans))
             answers = {name: _break_even(plans[name], known, pattern)}
         pictures = []
@@ -132,16 +137,16 @@ def plan(
     if as_json:
         paths, warnings = list(map(str, pictures)), [warning] if warning else []
         used = known if advice or answers else None
-        typer.echo(json.dumps(plan_report.as_document(dtype, prices, advice, used, answers, paths, warnings)))
+        typer.echo(json.dumps(plan_report.as_document(dtype, costs, advice, used, answers, paths, warnings)))
         return
-    tables = [plan_report.side_by_side(prices)]
-    tables += [plan_report.rank_table(price) for price in prices.values()] if rank is None else []
+    tables = [plan_report.side_by_side(costs)]
+    tables += [plan_report.rank_table(cost) for cost in costs.values()] if rank is None else []
     sentences = [f"Layout: {advice}."] if advice else []
     sentences += [plan_report.break_even_sentence(plans[name], *answer) for name, answer in answers.items()]
     sentences += [f"Rates: {known}."] if sentences else []
-    sentences += [f"Picture: {path}" for path in pictures]
+    sentences += [f"Figure: {path}" for path in pictures]
     headline = plan_report.headline(next(iter(plans.values())), dtype)
-    _print_page(headline, plan_report.reach_sentences(prices), tables, sentences)
+    _print_page(headline, plan_report.reach_sentences(costs), tables, sentences)
 
 
 def _print_page(headline: str, reach: Sequence[str], tables: Sequence[Table], sentences: Sequence[str]) -> None:
@@ -172,21 +177,17 @@ def _layouts(name: str) -> tuple[LayoutName, ...]:
 def _rates(
     flops: float | None, bandwidth: float | None, latency: float | None, dtype: str, dim: int, measure: bool
 ) -> KnownRates:
-    from ringspan.tools.rates import find_rates  # noqa: PLC0415
-
     try:
         return find_rates(flops, bandwidth, latency, dtype=dtype, dim=dim, measure=measure)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     except (RuntimeError, TimeoutError) as error:  # no gloo, no second process, no memory
-        way_out = "give --flops and --bandwidth, or say --no-measure"
-        raise typer.BadParameter(f"this machine could not be measured: {error}; {way_out}") from error
+        way_out = "give --flops and --bandwidth, or use --no-measure"
+        raise typer.BadParameter(f"measuring this machine failed: {error}; {way_out}") from error
 
 
 def _break_even(plan: RingPlan, known: KnownRates, pattern: str) -> tuple[BreakEven, float]:
-    """From what length on the ring pays, and how much faster it is at the length asked for."""
-    from ringspan.planning.breakeven import LONGEST, break_even, speedup  # noqa: PLC0415
-
+    """From which length on the ring is faster, and its speed-up at the planned length."""
     pattern_at = Dilated.spanning if pattern == SPANNING else None
     longest = max(LONGEST, plan.layout.rows)
     return break_even(plan, known.rates, longest, pattern_at), speedup(plan, known.rates)
@@ -203,11 +204,9 @@ def _draw(plans: dict[LayoutName, RingPlan], folder: Path) -> list[Path]:
 
 
 def _print_table(console: Console, table: Table) -> None:
-    from ringspan.tools.pages import rich_table  # noqa: PLC0415
-
     shown = rich_table(table)
-    shown.box = None  # so that ten columns fit a terminal of 80
-    shown.title = None  # it would be broken to the width of a narrow table
+    shown.box = None  # ten columns fit 80 characters
+    shown.title = None  # rich would wrap it to the width of the table
     shown.columns[0].no_wrap = True
     for column in shown.columns[1:]:
         column.justify = "right"

@@ -1,4 +1,8 @@
-"""A self-test that takes a moment: attention forward and backward on a device, against the dense definition in fp64."""
+"""What `ringspan doctor` finds: devices, kernels, backends, packages, and a short self-test of attention.
+
+The self-test runs attention forward and backward on every device and dtype and compares with the dense definition in
+fp64.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +34,9 @@ _FP64_ALLOWED = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class SelfTest:
-    """One device and dtype: an error beside what is allowed, for the result that comes nearest to its limit.
+    """One device and dtype: the error and the allowed error of the result that is closest to its limit.
 
-    The results are output, lse, dq, dk and dv. If the test could not be run, ``failure`` says why.
+    The results are output, lse, dq, dk and dv. If the test could not run, ``failure`` says why.
     """
 
     device: str
@@ -44,15 +48,15 @@ class SelfTest:
     failure: str = ""
 
     @property
-    def holds(self) -> bool:
+    def passed(self) -> bool:
         return not self.failure and self.error <= self.allowed
 
 
 def run_self_test(device: str, dtype: torch.dtype) -> SelfTest:
-    """Run attention here in this dtype.
+    """Run attention on a device in a dtype.
 
-    fp64 must be within 1e-12 of the definition. Any other dtype may be twice as wrong as dense softmax in that dtype is
-    on the same numbers, or by four roundings of the largest result if that is more.
+    In fp64 the error may be at most 1e-12. In other dtypes it may be twice the error of dense softmax in that dtype on
+    the same inputs, or four rounding steps of the largest result if that is more.
     """
     kernel, name = "", str(dtype).removeprefix("torch.")
     try:
@@ -63,8 +67,8 @@ def run_self_test(device: str, dtype: torch.dtype) -> SelfTest:
         right = _results(dense_attention, inputs, weights, torch.float64)
         dense = _results(dense_attention, inputs, weights, dtype)
         ours = _results(_with_lse, inputs, weights, dtype)
-        worst, error, allowed = _nearest_to_its_limit(ours, dense, right, dtype)
-    except Exception as raised:  # whatever a driver or a broken installation may raise
+        worst, error, allowed = _closest_to_limit(ours, dense, right, dtype)
+    except Exception as raised:  # a driver or a broken installation may raise anything
         return SelfTest(device, name, kernel, failure=f"{type(raised).__name__}: {raised}")
     return SelfTest(device, name, kernel, worst, error, allowed)
 
@@ -77,7 +81,7 @@ def _with_lse(*tensors: Tensor, pattern: Pattern, causal: bool) -> tuple[Tensor,
 def _results(
     attend: Callable[..., tuple[Tensor, Tensor]], inputs: list[Tensor], weights: Tensor, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Everything that attention gives, computed in this dtype and then widened."""
+    """All results of attention, computed in this dtype and converted to fp64."""
     tensors = [x.detach().to(dtype).requires_grad_() for x in inputs]
     out, lse = attend(*tensors, pattern=_PATTERN, causal=True)
     gradients = torch.autograd.grad((out * weights.to(dtype)).sum(), tensors)
@@ -87,10 +91,10 @@ def _results(
     }
 
 
-def _nearest_to_its_limit(
+def _closest_to_limit(
     ours: dict[str, Tensor], dense: dict[str, Tensor], right: dict[str, Tensor], dtype: torch.dtype
 ) -> tuple[str, float, float]:
-    """(name, error, allowed error) of the result whose error is the largest part of what is allowed."""
+    """(name, error, allowed error) of the result with the largest ratio of error to allowed error."""
     found = []
     for name, wanted in right.items():
         if not ours[name].isfinite().all():
@@ -102,20 +106,20 @@ def _nearest_to_its_limit(
     return max(found, key=lambda line: line[1] / line[2])
 
 
-# What is not needed to compute attention, what it is for, and what gets it.
+# Packages that attention does not need: what each is used for, and how to install it.
 _OPTIONAL_PACKAGES = {
     "typer": ("the command line", install_command("cli")),
     "rich": ("the command line", install_command("cli")),
     "psutil": ("measuring memory and load", install_command("cli")),
     "jinja2": ("reports as HTML", install_command("cli")),
-    "matplotlib": ("pictures", install_command("plot")),
-    "ring-attention-pytorch": ("comparing with another ring", install_command("peers")),
+    "matplotlib": ("figures", install_command("plot")),
+    "ring-attention-pytorch": ("comparison with another ring", install_command("peers")),
     "triton": ("torch.compile on GPUs", "pip install triton"),
     "transformers": ("Hugging Face models", install_command("transformers")),
-    "deepspeed": ("sharded optimisers beside a ring", "pip install --no-build-isolation deepspeed"),
-    "safetensors": ("weights in safe files", install_command("train")),
-    "prometheus-client": ("an endpoint with a training's figures", install_command("train")),
-    "tensorboard": ("curves of a training", "pip install tensorboard"),
+    "deepspeed": ("sharded optimizers with a ring", "pip install --no-build-isolation deepspeed"),
+    "safetensors": ("model weights and checkpoints", install_command("train")),
+    "prometheus-client": ("training metrics over HTTP", install_command("train")),
+    "tensorboard": ("training curves", "pip install tensorboard"),
 }
 _BACKENDS = {
     "gloo": "CPU tensors, one machine or many",
@@ -127,7 +131,7 @@ _BACKENDS = {
 
 @dataclass(frozen=True, slots=True)
 class DeviceReport:
-    """A device, what it is, and which dtype suits it for training; ``usable`` is False for what is not there."""
+    """A device and the dtype that suits it for training; ``usable`` is False if it is missing."""
 
     name: str
     usable: bool
@@ -146,7 +150,7 @@ class KernelReport:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceReport:
-    """Which kernel a device and dtype get, and why."""
+    """The kernel that attention uses for a device and dtype, and why."""
 
     device: str
     dtype: str
@@ -158,12 +162,12 @@ class ChoiceReport:
 class BackendReport:
     name: str
     available: bool
-    carries: str
+    tensors: str
 
 
 @dataclass(frozen=True, slots=True)
 class PackageReport:
-    """A package; without a version it is missing, and ``install`` gets it."""
+    """A package. Without a version it is missing, and ``install`` is the command that installs it."""
 
     name: str
     version: str
@@ -172,7 +176,7 @@ class PackageReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Health:
+class HealthReport:
     """Everything that `ringspan doctor` shows."""
 
     devices: tuple[DeviceReport, ...]
@@ -184,8 +188,8 @@ class Health:
     self_tests: tuple[SelfTest, ...]
 
     @property
-    def is_well(self) -> bool:
-        return all(test.holds for test in self.self_tests)
+    def is_healthy(self) -> bool:
+        return all(test.passed for test in self.self_tests)
 
     @property
     def missing(self) -> tuple[PackageReport, ...]:
@@ -193,20 +197,20 @@ class Health:
 
     @property
     def verdict(self) -> str:
-        """One plain sentence."""
-        failing = [f"{test.device} {test.dtype}" for test in self.self_tests if not test.holds]
+        """The result in one sentence."""
+        failing = [f"{test.device} {test.dtype}" for test in self.self_tests if not test.passed]
         if failing:
             return f"{len(failing)} of {len(self.self_tests)} self-tests fail: {', '.join(failing)}."
         where = ", ".join(dict.fromkeys(test.device for test in self.self_tests))
         dtypes = ", ".join(dict.fromkeys(test.dtype for test in self.self_tests))
-        return f"ringspan works here: all {len(self.self_tests)} self-tests hold, on {where} in {dtypes}."
+        return f"ringspan works here: all {len(self.self_tests)} self-tests pass, on {where} in {dtypes}."
 
 
-def examine_machine() -> Health:
-    """Look at everything, and run the self-test of every usable device and dtype."""
+def inspect_machine() -> HealthReport:
+    """Inspect the machine and run the self-test on every usable device and dtype."""
     devices = _devices()
     pairs = [(device.name, dtype) for device in devices if device.usable for dtype in DTYPES]
-    return Health(
+    return HealthReport(
         devices=devices,
         kernels=tuple(
             KernelReport(
@@ -215,7 +219,7 @@ def examine_machine() -> Health:
             for status in kernels.available()
         ),
         choices=tuple(_choice(name, dtype) for name, dtype in pairs),
-        backends=tuple(BackendReport(name, _has_backend(name), carries) for name, carries in _BACKENDS.items()),
+        backends=tuple(BackendReport(name, _has_backend(name), tensors) for name, tensors in _BACKENDS.items()),
         launch=_launch(),
         packages=_packages(),
         self_tests=tuple(run_self_test(name, dtype) for name, dtype in pairs),
@@ -240,13 +244,13 @@ def _devices() -> tuple[DeviceReport, ...]:
 
 
 def why_no_cuda(torch_version: str, built_for: str | None) -> str:
-    """Why torch sees no CUDA device, and what would change that."""
+    """Why torch finds no CUDA device, and how to change that."""
     if built_for is None:
-        return f"torch {torch_version} is built without CUDA; PyPI's build for Linux has it: pip install torch"
+        return f"torch {torch_version} is built without CUDA; the PyPI build for Linux has it: pip install torch"
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if hidden is not None and hidden.strip() in ("", "-1"):
         return f"CUDA_VISIBLE_DEVICES={hidden!r} hides all devices: unset it"
-    return f"torch is built for CUDA {built_for}, but finds no device: is there a card, and its driver? See nvidia-smi"
+    return f"torch is built for CUDA {built_for}, but finds no device: check the GPU and its driver with nvidia-smi"
 
 
 def _cuda_device(i: int) -> DeviceReport:
@@ -269,7 +273,7 @@ def _launch() -> str:
     if dist.is_available() and dist.is_torchelastic_launched():
         rank, size = os.environ.get("RANK", "?"), os.environ.get("WORLD_SIZE", "?")
         return f"under torchrun: rank {rank} of {size}"
-    return "not under torchrun; a ring of K processes is started by: torchrun --standalone --nproc-per-node=K PROGRAM"
+    return "not under torchrun; start a ring of K processes with: torchrun --standalone --nproc-per-node=K PROGRAM"
 
 
 def _packages() -> tuple[PackageReport, ...]:

@@ -31,6 +31,8 @@ _CELL_STYLES = {  # verdicts: CSS class in HTML, style in a terminal
     "not supported": ("open", "yellow"),
 }
 
+_MAX_NAME = 32  # characters of a first column that is never wrapped in a terminal
+
 
 @dataclass(frozen=True)
 class Table:
@@ -85,7 +87,8 @@ def rich_table(table: Table) -> RichTable:
     columns = table.terminal_columns or tuple(range(len(table.rows[0])))
     shown = RichTable(title=table.title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for i in columns:
-        shown.add_column(Text(table.rows[0][i]), overflow="fold")
+        is_name = i == columns[0] and all(len(row[i]) <= _MAX_NAME for row in table.rows)
+        shown.add_column(Text(table.rows[0][i]), overflow="fold", no_wrap=is_name)
     for row in table.rows[1:]:  # Text: brackets are not markup, on any console
         shown.add_row(*(Text(row[i], style=_CELL_STYLES.get(row[i], ("", ""))[1]) for i in columns))
     return shown

@@ -1,4 +1,4 @@
-"""What `ringspan plan` knows: plans of a ring under each layout, and what they cost its ranks. Knows no torch."""
+"""What `ringspan plan` reports: the plan of a ring in each layout, and its costs per rank. Does not import torch."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ MOST_RANKS_LISTED = 16
 
 
 @dataclass(frozen=True, slots=True)
-class RankPrice:
-    """What one rank computes, moves and holds. ``share`` is its work over an even share of all work: 1 is perfect."""
+class RankCosts:
+    """What one rank computes, sends and holds. ``share`` is its work divided by an even share: 1 is perfect balance."""
 
     rank: int
     rows: int
@@ -35,27 +35,27 @@ class RankPrice:
 
 
 @dataclass(frozen=True, slots=True)
-class LayoutPrice:
-    """The ranks that were priced under one layout: one, all, or a sample of a large ring."""
+class LayoutCosts:
+    """The costs of some ranks in one layout: one rank, all ranks, or a sample of a large ring."""
 
     plan: RingPlan
-    ranks: tuple[RankPrice, ...]
+    ranks: tuple[RankCosts, ...]
 
     @property
     def is_whole(self) -> bool:
         return len(self.ranks) == self.plan.layout.ring_size
 
     @property
-    def busiest(self) -> RankPrice:
-        return max(self.ranks, key=lambda price: price.work)
+    def busiest(self) -> RankCosts:
+        return max(self.ranks, key=lambda cost: cost.work)
 
-    def listed(self) -> dict[str, RankPrice]:
-        """The ranks that a table shows, by name: all of them or, of a large ring, first, middle, last and busiest."""
+    def listed(self) -> dict[str, RankCosts]:
+        """The ranks that a table shows, by name: all, or the first, middle, last and busiest of a large ring."""
         if len(self.ranks) <= MOST_RANKS_LISTED:
-            return {str(price.rank): price for price in self.ranks}
-        places = {"first": self.ranks[0], "middle": self.ranks[len(self.ranks) // 2], "last": self.ranks[-1]}
-        places["busiest"] = self.busiest
-        return {f"{price.rank:,} {name}": price for name, price in places.items()}
+            return {str(cost.rank): cost for cost in self.ranks}
+        shown = {"first": self.ranks[0], "middle": self.ranks[len(self.ranks) // 2], "last": self.ranks[-1]}
+        shown["busiest"] = self.busiest
+        return {f"{cost.rank:,} {name}": cost for name, cost in shown.items()}
 
 
 def make_plans(
@@ -72,7 +72,7 @@ def make_plans(
     dim: int,
     dtype: str,
 ) -> dict[LayoutName, RingPlan]:
-    """As `rs.plan`, for each layout, with the dtype by its name: so that torch need not be there.
+    """`rs.plan` for each layout, with the name of a dtype instead of a torch dtype.
 
     >>> from ringspan.geometry import Full
     >>> plans = make_plans(
@@ -93,21 +93,21 @@ def make_plans(
     }
 
 
-def price_layout(plan: RingPlan, rank: int | None = None) -> LayoutPrice:
-    """Price one rank, if it is named; otherwise all ranks or, of a large ring, an even sample with both ends."""
+def layout_costs(plan: RingPlan, rank: int | None = None) -> LayoutCosts:
+    """The costs of ``rank``, if given; otherwise of all ranks, or of an even sample of a large ring with both ends."""
     even_share = all_work(plan) / plan.layout.ring_size
     ranks = plan.sample if rank is None else (rank,)
-    return LayoutPrice(plan, tuple(_price(plan, i, even_share) for i in ranks))
+    return LayoutCosts(plan, tuple(_rank_costs(plan, i, even_share) for i in ranks))
 
 
 def all_work(plan: RingPlan) -> int:
-    """(query, key) pairs of the whole ring: those of one device that does everything, which is cheap to plan."""
+    """(query, key) pairs of the whole ring, from the plan of a single device, which is cheap to make."""
     return replace(plan, layout=Layout("contiguous", plan.layout.rows, 1)).work(0)
 
 
-def _price(plan: RingPlan, rank: int, even_share: float) -> RankPrice:
+def _rank_costs(plan: RingPlan, rank: int, even_share: float) -> RankCosts:
     own = plan.rank(rank)
-    return RankPrice(
+    return RankCosts(
         rank=rank,
         rows=own.rows,
         tiles=len(own.tiles),
@@ -123,7 +123,7 @@ def _price(plan: RingPlan, rank: int, even_share: float) -> RankPrice:
 
 
 def headline(plan: RingPlan, dtype: str) -> str:
-    """What is planned, in one line."""
+    """The inputs of the plan in one line."""
     sizes, size = plan.sizes, plan.layout.ring_size
     heads = f"{sizes.heads} heads" + (f" ({sizes.kv_heads} KV)" if sizes.kv_heads != sizes.heads else "")
     batch = f", batch {sizes.batch}" if sizes.batch > 1 else ""
@@ -134,15 +134,15 @@ def headline(plan: RingPlan, dtype: str) -> str:
     )
 
 
-def side_by_side(prices: Mapping[LayoutName, LayoutPrice]) -> Table:
-    """The layouts beside one another: the largest figure of any priced rank, or the rank that was asked for."""
-    some = next(iter(prices.values()))
-    lines: Rows = [["", *prices]]
+def side_by_side(costs: Mapping[LayoutName, LayoutCosts]) -> Table:
+    """The layouts side by side: the maximum over the given ranks, or the one rank that was requested."""
+    some = next(iter(costs.values()))
+    lines: Rows = [["", *costs]]
 
-    def line(name: str, show: Callable[[Sequence[RankPrice]], str]) -> None:
-        lines.append([name, *(show(price.ranks) for price in prices.values())])
+    def line(name: str, show: Callable[[Sequence[RankCosts]], str]) -> None:
+        lines.append([name, *(show(cost.ranks) for cost in costs.values())])
 
-    lines.append(["branches that cross ranks", *(_crossing(price.plan) for price in prices.values())])
+    lines.append(["branches that cross ranks", *(_crossing(cost.plan) for cost in costs.values())])
     line("rows", lambda ranks: f"{max(rank.rows for rank in ranks):,}")
     line("tiles", lambda ranks: f"{max(rank.tiles for rank in ranks):,}")
     line("hops", lambda ranks: f"{max(rank.hops for rank in ranks):,}")
@@ -150,22 +150,22 @@ def side_by_side(prices: Mapping[LayoutName, LayoutPrice]) -> Table:
     line("sent forward, MiB", lambda ranks: _mebi(max(rank.sent_forward for rank in ranks)))
     line("sent backward, MiB", lambda ranks: _mebi(max(rank.sent_backward for rank in ranks)))
     line("work, pairs", lambda ranks: f"{max(rank.work for rank in ranks):.4g}")
-    line("work, 1 = an even share", lambda ranks: f"{max(rank.share for rank in ranks):.3f}")
+    line("work, 1 = even share", lambda ranks: f"{max(rank.share for rank in ranks):.3f}")
     for way in ("forward", "backward"):
-        largest = [_largest_memory(price.ranks, way) for price in prices.values()]
+        largest = [_largest_memory(cost.ranks, way) for cost in costs.values()]
         lines.append([f"memory {way}, MiB", *(_mebi(memory.total) for memory in largest)])
-        lines.append(["  of it rows held", *(_mebi(memory.rows) for memory in largest)])
-        lines.append(["  of it parcels, at their peak", *(_mebi(memory.parcels) for memory in largest)])
+        lines.append(["  rows", *(_mebi(memory.rows) for memory in largest)])
+        lines.append(["  parcels, at their peak", *(_mebi(memory.parcels) for memory in largest)])
     if some.is_whole and len(some.ranks) > 1:
         line("sent by all, MiB", lambda ranks: _mebi(sum(rank.sent_forward + rank.sent_backward for rank in ranks)))
     return Table(_scope(some), lines)
 
 
-def rank_table(price: LayoutPrice) -> Table:
-    """One line for each rank of a small ring; for a large one the first, the middle, the last and the busiest."""
+def rank_table(cost: LayoutCosts) -> Table:
+    """One line per rank of a small ring; the first, middle, last and busiest rank of a large one."""
     names = "rank, rows, tiles, hops, parcels in, sent fwd, sent bwd, work, memory fwd, memory bwd"
     lines: Rows = [names.split(", ")]
-    for name, rank in price.listed().items():
+    for name, rank in cost.listed().items():
         lines.append(
             [
                 name,
@@ -180,43 +180,43 @@ def rank_table(price: LayoutPrice) -> Table:
                 _mebi(rank.memory_backward.total),
             ]
         )
-    return Table(f"{price.plan.layout.name}: each rank, sizes in MiB", lines)
+    return Table(f"{cost.plan.layout.name}: each rank, sizes in MiB", lines)
 
 
-def reach_sentences(prices: Mapping[LayoutName, LayoutPrice]) -> list[str]:
-    """How far a token sees and whether anything crosses ranks: one sentence, or one for each layout if they differ."""
-    found = {name: str(price.plan.reach) for name, price in prices.items()}
+def reach_sentences(costs: Mapping[LayoutName, LayoutCosts]) -> list[str]:
+    """How far a token sees and which segments cross ranks: one sentence, or one per layout if they differ."""
+    found = {name: str(cost.plan.reach) for name, cost in costs.items()}
     if len(set(found.values())) == 1:
         return list(found.values())[:1]
     return [f"{name}: {sentence}" for name, sentence in found.items()]
 
 
 def break_even_sentence(plan: RingPlan, answer: BreakEven, faster: float) -> str:
-    """From what length on the ring pays under the plan's layout, and how much faster it is at the plan's length."""
+    """The length from which the ring is faster in the plan's layout, and its speed-up at the planned length."""
     size, tokens, layout = plan.layout.ring_size, plan.layout.rows, plan.layout.name
     if not answer.pays:
         return (
-            f"By the model, a ring of {size:,} is never faster than one device, up to {answer.length:,} tokens: "
-            f"there {answer.reason}; one device works {answer.alone.work:.2g} s ({layout})."
+            f"In the model, a ring of {size:,} is never faster than one device up to {answer.length:,} tokens: "
+            f"there {answer.reason}; one device takes {answer.alone.work:.2g} s ({layout})."
         )
-    shortest = ", the shortest looked at" if answer.length == answer.shortest else ""
+    shortest = ", the shortest length considered" if answer.length == answer.shortest else ""
     return (
-        f"By the model, a ring of {size:,} is faster than one device from {'' if shortest else 'about '}"
-        f"{answer.length:,} tokens on{shortest}; with {tokens:,} tokens it is {_times(faster)} as fast ({layout})."
+        f"In the model, a ring of {size:,} is faster than one device from {'' if shortest else 'about '}"
+        f"{answer.length:,} tokens on{shortest}; at {tokens:,} tokens it is {_times(faster)} as fast ({layout})."
     )
 
 
 def as_document(
     dtype: str,
-    prices: Mapping[LayoutName, LayoutPrice],
+    costs: Mapping[LayoutName, LayoutCosts],
     advice: LayoutAdvice | None,
     known: KnownRates | None,
     answers: Mapping[LayoutName, tuple[BreakEven, float]],
     pictures: Sequence[str],
     warnings: Sequence[str],
 ) -> dict[str, Any]:
-    """Everything as one JSON document; bytes and pairs as whole numbers, times in seconds."""
-    plan = next(iter(prices.values())).plan
+    """The whole result as JSON values: bytes and pairs as integers, times in seconds."""
+    plan = next(iter(costs.values())).plan
     return {
         "pattern": plan.pattern.text,
         "tokens": plan.layout.rows,
@@ -227,11 +227,11 @@ def as_document(
         "sizes": asdict(plan.sizes),
         "layouts": {
             name: {
-                "all_ranks_priced": price.is_whole,
-                "reach": asdict(price.plan.reach),
-                "ranks": [asdict(rank) for rank in price.ranks],
+                "covers_all_ranks": cost.is_whole,
+                "reach": asdict(cost.plan.reach),
+                "ranks": [asdict(rank) for rank in cost.ranks],
             }
-            for name, price in prices.items()
+            for name, cost in costs.items()
         },
         "advice": {"layout": advice.layout, "reason": advice.reason, "seconds": _seconds(advice)} if advice else None,
         "rates": {**asdict(known.rates), "sources": known.sources} if known else None,
@@ -248,26 +248,26 @@ def _seconds(advice: LayoutAdvice) -> dict[str, dict[str, float]]:
     return {name: {**asdict(time), "total": time.total} for name, time in advice.times.items()}
 
 
-def _scope(price: LayoutPrice) -> str:
-    size, looked_at = price.plan.layout.ring_size, len(price.ranks)
-    if looked_at == 1:
-        return f"Rank {price.ranks[0].rank:,} of {size:,}"
-    if price.is_whole:
-        return "The largest figure of any rank"
-    return f"The largest figure of {looked_at} ranks, an even sample of {size:,}"
+def _scope(cost: LayoutCosts) -> str:
+    size, count = cost.plan.layout.ring_size, len(cost.ranks)
+    if count == 1:
+        return f"Rank {cost.ranks[0].rank:,} of {size:,}"
+    if cost.is_whole:
+        return "Maximum over all ranks"
+    return f"Maximum over {count} ranks, an even sample of {size:,}"
 
 
 def _crossing(plan: RingPlan) -> str:
     return f"{len(plan.reach.crossing)} of {len(plan.pattern.branches(plan.layout.rows))}"
 
 
-def _largest_memory(ranks: Sequence[RankPrice], way: str) -> RankMemory:
+def _largest_memory(ranks: Sequence[RankCosts], way: str) -> RankMemory:
     found = [rank.memory_forward if way == "forward" else rank.memory_backward for rank in ranks]
     return max(found, key=lambda memory: memory.total)
 
 
 def _mebi(count: int) -> str:
-    """Mebibytes to about three digits; the unit stands beside them.
+    """Mebibytes to about three digits, without the unit.
 
     >>> _mebi(3 * 2**18), _mebi(2**24), _mebi(2**31)
     ('0.75', '16.0', '2,048')

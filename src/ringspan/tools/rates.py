@@ -1,7 +1,7 @@
-"""The rates that the model of time needs: given, measured on this machine, or assumed.
+"""The rates of the time model: given by the user, measured on this machine, or assumed.
 
 Measuring takes a few seconds: attention on one CPU thread, and messages between two local processes. torch is imported
-only to measure.
+only for that.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from ringspan.planning.breakeven import ASSUMED_RATES, FORWARD_FLOPS, DeviceRate
 _LARGE_BYTES, _LARGE_ROUNDS = 16 * 2**20, 10
 _SMALL_BYTES, _SMALL_ROUNDS = 8, 300
 _TILES, _TILE_ROWS = 4, 512
-_PATIENCE_SECONDS = 600.0
+_TIMEOUT_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
-    """What two local processes see of one another: bytes/s each way at the same time, and seconds of an empty hop."""
+class LinkRates:
+    """The link between two local processes: bytes/s each way at the same time, and the latency of a hop in seconds."""
 
     bandwidth: float
     latency: float
@@ -28,7 +28,7 @@ class Wire:
 
 @dataclass(frozen=True, slots=True)
 class KnownRates:
-    """Rates, and where each of them comes from: given, measured here, or assumed."""
+    """Rates, and the source of each: given, measured here, or assumed."""
 
     rates: DeviceRates
     sources: dict[str, str]
@@ -36,29 +36,29 @@ class KnownRates:
     def __str__(self) -> str:
         rates = self.rates
         return (
-            f"{rates.flops / 1e9:,.4g} GFLOP/s a device ({self.sources['flops']}), "
+            f"{rates.flops / 1e9:,.4g} GFLOP/s per device ({self.sources['flops']}), "
             f"{rates.bandwidth / 1e9:,.3g} GB/s ({self.sources['bandwidth']}), "
-            f"{rates.latency * 1e6:,.3g} µs a hop ({self.sources['latency']})"
+            f"{rates.latency * 1e6:,.3g} µs per hop ({self.sources['latency']})"
         )
 
 
 def find_rates(
     flops: float | None, bandwidth: float | None, latency: float | None, *, dtype: str, dim: int, measure: bool
 ) -> KnownRates:
-    """The rates that are given; the others are measured if ``measure``, and assumed if not.
+    """The given rates; the others are measured with ``measure``, otherwise assumed.
 
-    A latency belongs to its bandwidth: if that is given, the latency is not measured but assumed.
+    Latency goes with bandwidth: if the bandwidth is given and the latency is not, the latency is assumed.
     """
     given = (1.0 if rate is None else rate for rate in (flops, bandwidth, latency))
-    DeviceRates(*given)  # so that what is wrong is said before anything is measured
+    DeviceRates(*given)  # raises for invalid values before anything is measured
     sources = {"flops": "given", "bandwidth": "given", "latency": "given"}
     if flops is None and measure:
-        flops, sources["flops"] = measure_flops(dtype, dim), "measured here, one CPU thread"
+        flops, sources["flops"] = measure_flop_rate(dtype, dim), "measured here, one CPU thread"
     if bandwidth is None and measure:
-        wire = measure_wire()
-        bandwidth, sources["bandwidth"] = wire.bandwidth, "measured here, two local processes"
+        link = measure_link()
+        bandwidth, sources["bandwidth"] = link.bandwidth, "measured here, two local processes"
         if latency is None:
-            latency, sources["latency"] = wire.latency, "measured here"
+            latency, sources["latency"] = link.latency, "measured here"
     found = {"flops": flops, "bandwidth": bandwidth, "latency": latency}
     for name, rate in found.items():
         if rate is None:
@@ -66,8 +66,8 @@ def find_rates(
     return KnownRates(DeviceRates(**found), sources)  # type: ignore[arg-type]
 
 
-def measure_flops(dtype: str, dim: int, seconds: float = 0.3) -> float:
-    """FLOP/s of one CPU thread in the kernel that attention gets here: full tiles, forward, for about this long."""
+def measure_flop_rate(dtype: str, dim: int, seconds: float = 0.3) -> float:
+    """FLOP/s of one CPU thread in the kernel that attention uses here: full tiles, forward, for about ``seconds``."""
     import torch  # noqa: PLC0415
 
     from ringspan import kernels  # noqa: PLC0415
@@ -77,7 +77,7 @@ def measure_flops(dtype: str, dim: int, seconds: float = 0.3) -> float:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        kernel.forward(q, k, v, False, dim**-0.5)  # the first call also sets things up
+        kernel.forward(q, k, v, False, dim**-0.5)  # warm-up
         calls: list[float] = []
         while sum(calls) < seconds:
             start = time.perf_counter()
@@ -88,17 +88,17 @@ def measure_flops(dtype: str, dim: int, seconds: float = 0.3) -> float:
     return FORWARD_FLOPS * dim * _TILES * _TILE_ROWS**2 / statistics.median(calls)
 
 
-def measure_wire() -> Wire:
-    """Two local processes (gloo) exchange large and small messages, both ways at once, as neighbours of a ring do."""
+def measure_link() -> LinkRates:
+    """Two local processes (gloo) exchange large and small messages in both directions, like neighbours in a ring."""
     from ringspan.runtime.launch import run_local_ranks  # noqa: PLC0415
 
-    found = run_local_ranks(2, exchange, timeout_seconds=_PATIENCE_SECONDS)
+    found = run_local_ranks(2, exchange_messages, timeout_seconds=_TIMEOUT_SECONDS)
     large, small = (max(seconds) for seconds in zip(*found, strict=True))
-    return Wire(bandwidth=_LARGE_BYTES / max(large - small, 1e-9), latency=small)
+    return LinkRates(bandwidth=_LARGE_BYTES / max(large - small, 1e-9), latency=small)
 
 
-def exchange() -> tuple[float, float]:
-    """What each of the two does: median seconds of an exchange of large messages, and of small ones."""
+def exchange_messages() -> tuple[float, float]:
+    """Runs on both processes: median seconds of exchanging large messages, and small ones."""
     return _seconds_of_exchange(_LARGE_BYTES, _LARGE_ROUNDS), _seconds_of_exchange(_SMALL_BYTES, _SMALL_ROUNDS)
 
 
@@ -111,9 +111,9 @@ def _seconds_of_exchange(size: int, rounds: int) -> float:
     spent = []
     for _ in range(rounds + 1):
         start = time.perf_counter()
-        flights = [dist.isend(outgoing, peer), dist.irecv(incoming, peer)]
-        for flight in flights:
-            if flight is not None:
-                flight.wait()
+        pending = [dist.isend(outgoing, peer), dist.irecv(incoming, peer)]
+        for work in pending:
+            if work is not None:
+                work.wait()
         spent.append(time.perf_counter() - start)
-    return statistics.median(spent[1:])  # the first round connects
+    return statistics.median(spent[1:])  # the first round sets up the connection
