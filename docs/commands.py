@@ -32,15 +32,19 @@ def render_command(name: str) -> str:
 
 
 def _render_entry(name: str, text: str) -> str:
-    """One argument or option as an entry of a definition list, with its default at the end."""
-    words, _, default = " ".join(text.split()).partition(" [default: ")
-    shown = f" *Default:* {_value(default[:-1])}" if default else ""
-    return f"`{name}`\n: {words}{shown}"
+    """One argument or option as an entry of a definition list; typer appends "[default: ..; range; required]"."""
+    words, facts = re.fullmatch(r"(.*?)(?: ?\[([^\[\]]*)\])?", " ".join(text.split()), re.S).groups()  # type: ignore[union-attr]
+    shown = [words, *(_render_fact(fact) for fact in re.split(r"; (?=x[<>]|\d+[<>]|required)", facts or "") if fact)]
+    return f"`{name}`\n: {' '.join(shown)}"
 
 
-def _value(default: str) -> str:
-    """Values as code; typer puts descriptions of a default in parentheses."""
-    return default[1:-1] + "." if default.startswith("(") and default.endswith(")") else f"`{default}`"
+def _render_fact(fact: str) -> str:
+    """A default as code, or as text where it is a description, which typer puts in parentheses; ranges as code."""
+    if not fact.startswith("default: "):
+        return f"`{fact}`"
+    value = fact.removeprefix("default: ")
+    is_described = value.startswith("(") and value.endswith(")")
+    return f"*Default:* {value[1:-1]}." if is_described else f"*Default:* `{value}`."
 
 
 def setup(app: Any) -> None:

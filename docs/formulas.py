@@ -5,7 +5,6 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from docutils.nodes import SkipNode
 from matplotlib.font_manager import FontProperties
 from matplotlib.path import Path
 from matplotlib.textpath import TextPath
@@ -17,14 +16,14 @@ LETTERS = {Path.MOVETO: "M", Path.LINETO: "L", Path.CURVE3: "Q", Path.CURVE4: "C
 
 def visit_inline(translator: Any, node: Any) -> None:
     translator.body.append(render_formula(node.astext()))
-    raise SkipNode
+    node.clear()  # its text is not written again
 
 
 def visit_block(translator: Any, node: Any) -> None:
     r"""A formula on its own, one row for each line; lines end with \\, as in LaTeX."""
     lines = [line for line in node.astext().replace("&", "").split(r"\\") if line.strip()]
     translator.body += ['<div class="formula">', *(f"<div>{render_formula(line)}</div>" for line in lines), "</div>"]
-    raise SkipNode
+    node.clear()  # its text is not written again
 
 
 def render_formula(formula: str) -> str:
