@@ -24,9 +24,7 @@ Badge = Literal["", "PASS", "FAIL", "INCOMPLETE"]
 
 _CELL_STYLES = {  # verdicts: CSS class in HTML, style in a terminal
     "pass": ("good", "green"),
-    "holds": ("good", "green"),
     "FAIL": ("bad", "bold red"),
-    "FAILS": ("bad", "bold red"),
     "not measured": ("open", "yellow"),
     "not supported": ("open", "yellow"),
 }

@@ -1,6 +1,6 @@
-"""Rings for `ringspan verify --attention`: honest ones, and faulty ones that are each wrong in one way.
+"""Rings for `ringspan verify --attention`: correct ones, and faulty ones that are each wrong in one way.
 
-All but a few run ringspan's own ring and break one thing in it, so that nothing else gives them away.
+Most run ringspan's own ring and break one thing in it, so that no other difference reveals them.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ TWELVE = (
 
 
 def honest(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
-    """No fault: plain attention by ringspan, contiguous shards."""
+    """No fault: full attention by ringspan, contiguous shards."""
     return _over(rs.Ring(group, layout="contiguous", min_size=1), q, k, v, causal)
 
 
 def equal_shards_only(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
-    """No fault, but it refuses grouped KV heads and uneven shards, on every rank."""
+    """No fault, but raises for grouped KV heads and uneven shards, on every rank."""
     rows = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
     dist.all_gather(rows, torch.tensor([q.shape[1]]), group=group)
     if len({int(count) for count in rows}) > 1:
@@ -52,44 +52,44 @@ def equal_shards_only(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: d
     return honest(q, k, v, causal=causal, group=group)
 
 
-# The twelve.
+# The twelve faults of docs/verify.md.
 
 
 def averages(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
-    """Own and remote parts are averaged instead of merged by their log-sum-exp."""
+    """Averages local and remote results instead of merging them by their log-sum-exp."""
     ring = rs.Ring(group, layout="contiguous", min_size=1)
     out, lse = rs.attention(q, k, v, pattern=rs.Full(), causal=causal, ring=ring, return_lse=True)
     own, own_lse = rs.attention(q, k, v, pattern=rs.Full(), causal=causal, return_lse=True)
-    share = (own_lse - lse).exp().transpose(1, 2)[..., None].clamp(max=1.0)  # of the own part in the right result
+    share = (own_lse - lse).exp().transpose(1, 2)[..., None].clamp(max=1.0)  # of the local part in the correct result
     has_remote = share < 1 - 1e-6
     remote = (out - own * share) / torch.where(has_remote, 1 - share, 1.0)
     return torch.where(has_remote, (own + remote) / 2, out)
 
 
 def sends_16_bits(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
-    """Keys and values are rounded to 16 bits on their way."""
+    """Rounds keys and values to 16 bits before sending them."""
     return _over(_TamperedRing(group, "parcels", lambda x: x.copy_(x.bfloat16())), q, k, v, causal)
 
 
 def detaches_remote_rows(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
-    """The gradients of parcels come home as zeros: what other ranks know about my keys is lost."""
+    """Returns zeros as the gradients of parcels, so that the contribution of other ranks to dK and dV is lost."""
     return _over(_TamperedRing(group, "gradients", Tensor.zero_), q, k, v, causal)
 
 
 def loses_an_odd_row(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
-    """If a rank holds an odd number of rows, its last one is not computed."""
+    """Skips the last row of a rank that holds an odd number of rows."""
     out = honest(q, k, v, causal=causal, group=group)
     keep = torch.ones(q.shape[1]).index_fill(0, torch.tensor([-1 + q.shape[1]]), float(q.shape[1] % 2 == 0))
     return out * keep.to(out)[:, None, None]
 
 
 def rank_0_computes_all(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
-    """Rank 0 collects all rows, computes everything, and hands out the results."""
+    """Rank 0 gathers all rows, computes everything, and scatters the results."""
     return _OnRank0.apply(q, k, v, causal, group)
 
 
 def gathers_all_keys(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
-    """Right, but every rank gathers all keys and values."""
+    """Correct, but every rank gathers all keys and values."""
     return all_gather(q, k, v, causal=causal, group=group)
 
 
@@ -102,12 +102,12 @@ def wrong_in_batches(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: di
 
 
 def wrong_past_512(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
-    """Rows from 512 on come out 1 % too large."""
+    """Rows from 512 on are 1 % too large."""
     return _scaled_past(512, q, honest(q, k, v, causal=causal, group=group), group)
 
 
 def wrong_past_4096(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
-    """Rows from 4,096 on come out 1 % too large."""
+    """Rows from 4,096 on are 1 % too large."""
     return _scaled_past(4096, q, honest(q, k, v, causal=causal, group=group), group)
 
 
@@ -118,24 +118,24 @@ def wrong_with_gqa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist
 
 
 def wrong_every_tenth_call(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
-    """Every tenth call comes out 1 % too large."""
+    """Every tenth result is 1 % too large."""
     out = honest(q, k, v, causal=causal, group=group)
     return out * 1.01 if next(_CALLS) % 10 == 0 else out
 
 
 def swaps_heads(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
-    """With an odd number of heads, the first two read each other's keys."""
+    """With an odd number of heads, the first two heads swap their keys and values."""
     order = list(range(k.shape[2]))
     if q.shape[2] % 2 and k.shape[2] > 1:
         order[:2] = [1, 0]
     return honest(q, k[:, :, order], v[:, :, order], causal=causal, group=group)
 
 
-# More of them.
+# More faults.
 
 
 def flips_a_byte(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
-    """The last byte of every parcel arrives with its lowest exponent bits turned over."""
+    """Flips seven bits in the last byte of every parcel."""
 
     def flip(buffer: Tensor) -> None:
         buffer.view(-1)[-1:].view(torch.uint8)[-1] ^= 0x7F
@@ -144,14 +144,14 @@ def flips_a_byte(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.P
 
 
 def computes_the_whole(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
-    """Right, but every rank gathers the sequence, computes all of it, and keeps its own rows."""
+    """Correct, but every rank gathers the sequence, computes all of it, and keeps its own rows."""
     ring = rs.Ring(group, layout="contiguous", min_size=1)
     whole = [ring.gather_sequence(x) for x in (q, k, v)]
     return ring.split_sequence(rs.attention(*whole, pattern=rs.Full(), causal=causal))
 
 
 def sees_one_too_far(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
-    """Causality off by one: row p sees token p + 1."""
+    """Causal mask off by one: row p sees token p + 1."""
     if not causal:
         return honest(q, k, v, causal=False, group=group)
     ring = rs.Ring(group, layout="contiguous", min_size=1)
@@ -164,18 +164,18 @@ def sees_one_too_far(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: di
 
 
 def attends_alone(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
-    """A ring in name only: each rank attends to its own rows, and sends nothing."""
+    """No communication: each rank attends to its own rows only."""
     return rs.attention(q, k, v, pattern=rs.Full(), causal=causal)
 
 
 def mixes_heads(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
-    """Attention over heads instead of tokens: the mistake of a transposed kernel."""
+    """Attention over heads instead of tokens, as from a transposed kernel."""
     out, _ = dense_attention(*(x.transpose(1, 2) for x in (q, k, v)), pattern=rs.Full())
     return out.transpose(1, 2)
 
 
 def drops_a_row(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
-    """Returns one row less than it was given."""
+    """Returns one row fewer than it gets."""
     return honest(q, k, v, causal=causal, group=group)[:, 1:]
 
 
@@ -200,7 +200,7 @@ def _scaled_past(row: int, q: Tensor, out: Tensor, group: dist.ProcessGroup) -> 
 
 @dataclass(frozen=True)
 class _TamperedTransport:
-    """Another ring's transport; ``change`` is applied to some of its messages as they are posted."""
+    """A ring's transport that applies ``change`` to some messages before it sends them."""
 
     transport: Transport
     label: str
