@@ -1,4 +1,4 @@
-"""Streaming computes what the definition says, forward and backward, whatever the shards, the source and the sink."""
+"""Streaming equals the oracle, forward and backward, for any shards, source and sink."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from torch import Tensor
 
 import ringspan as rs
 from ringspan.oracle import dense_attention
-from ringspan.streaming import ConsumedRows, HeldRows, MadeRows, RowShape
+from ringspan.streaming import CallableSource, CallbackSink, RowShape, TensorRows
 from tests.exactness import inputs
 from tests.strategies import examples, held_heads, lengths, patterns, scales
 
@@ -19,8 +19,8 @@ from tests.strategies import examples, held_heads, lengths, patterns, scales
 def streamed(q: Tensor, k: Tensor, v: Tensor, pattern: rs.Pattern, **options: object) -> tuple[Tensor, Tensor]:
     batch, n, heads, _ = q.shape
     out, lse = torch.empty_like(q), torch.empty(batch, heads, n, dtype=torch.float64)
-    source = HeldRows({"q": q.detach(), "k": k.detach(), "v": v.detach()})
-    rs.stream_attention(source, HeldRows({"out": out, "lse": lse}), n, pattern, **options)  # type: ignore[arg-type]
+    source = TensorRows({"q": q.detach(), "k": k.detach(), "v": v.detach()})
+    rs.stream_attention(source, TensorRows({"out": out, "lse": lse}), n, pattern, **options)  # type: ignore[arg-type]
     return out, lse
 
 
@@ -52,11 +52,11 @@ def test_backward_equals_the_oracle(tmp_path_factory: pytest.TempPathFactory, da
     grad_out = torch.randn_like(out)
     wanted = torch.autograd.grad((out * grad_out).sum(), (q, k, v))
     names = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "grad_out": grad_out}
-    source = HeldRows({name: x.detach() for name, x in names.items()})
+    source = TensorRows({name: x.detach() for name, x in names.items()})
     found = {name: torch.empty_like(x) for name, x in (("dq", q), ("dk", k), ("dv", v))}
     folder = tmp_path_factory.mktemp("backward")
     options = dict(causal=causal, lengths=sizes, shards=shards, folder=folder, scale=scale)
-    rs.stream_backward(source, HeldRows({name: x.detach() for name, x in found.items()}), n, pattern, **options)  # type: ignore[arg-type]
+    rs.stream_backward(source, TensorRows({name: x.detach() for name, x in found.items()}), n, pattern, **options)  # type: ignore[arg-type]
     for x, y in zip(found.values(), wanted, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
 
@@ -72,24 +72,24 @@ def test_bit_for_bit_the_simulated_ring(tmp_path: Path, causal: bool, dtype: tor
     grad_out = torch.randn_like(out)
     wanted = [out, lse, *torch.autograd.grad((out * grad_out).sum(), (q, k, v))]
     names = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "grad_out": grad_out}
-    source = HeldRows({name: x.detach() for name, x in names.items()})
+    source = TensorRows({name: x.detach() for name, x in names.items()})
     results = {
         name: torch.empty_like(x.detach()) for name, x in zip(("out", "lse", "dq", "dk", "dv"), wanted, strict=True)
     }
-    rs.stream_attention(source, HeldRows(results), n, pattern, causal=causal, shards=5)
-    rs.stream_backward(source, HeldRows(results), n, pattern, causal=causal, shards=5, folder=tmp_path)
+    rs.stream_attention(source, TensorRows(results), n, pattern, causal=causal, shards=5)
+    rs.stream_backward(source, TensorRows(results), n, pattern, causal=causal, shards=5, folder=tmp_path)
     for x, y in zip(results.values(), wanted, strict=True):
         assert torch.equal(x, y)
 
 
-def test_rows_made_and_consumed() -> None:
+def test_callable_source_and_callback_sink() -> None:
     n, pattern = 300, rs.Dilated((16, 300), (1, 4))
     q, k, v = (x.detach() for x in inputs(1, n, 2, 1, 8))
-    held = HeldRows({"q": q, "k": k, "v": v})
+    held = TensorRows({"q": q, "k": k, "v": v})
     taken: list[tuple[str, int, Tensor]] = []
-    source = MadeRows(RowShape(2, 2, 8, torch.float64), held.read)
+    source = CallableSource(RowShape(2, 2, 8, torch.float64), held.read)
     rs.stream_attention(
-        source, ConsumedRows(lambda name, start, rows: taken.append((name, start, rows))), n, pattern, shards=3
+        source, CallbackSink(lambda name, start, rows: taken.append((name, start, rows))), n, pattern, shards=3
     )
     assert [(name, start) for name, start, _ in taken] == [(x, i) for i in (0, 100, 200) for x in ("out", "lse")]
     out = torch.cat([rows for name, _, rows in taken if name == "out"], 1)
@@ -98,101 +98,101 @@ def test_rows_made_and_consumed() -> None:
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("is_made", [False, True])
-def test_no_mode_of_autograd_matters(tmp_path: Path, mode: Any, is_made: bool) -> None:
-    """Rows are read and written by other threads, where gradients are recorded and inference mode is off."""
+def test_autograd_modes_do_not_matter(tmp_path: Path, mode: Any, is_made: bool) -> None:
+    """Other threads read and write rows; there, autograd is on and inference mode off by default."""
     q, k, v = inputs(1, 60, 2, 1, 8)  # these require gradients
     out, lse = rs.attention(q, k, v, pattern=rs.Full(), return_lse=True)
     wanted = (out, lse, *torch.autograd.grad((out * q.detach()).sum(), (q, k, v)))
-    held = HeldRows({"q": q, "k": k, "v": v, "out": out, "lse": lse, "grad_out": q})
+    held = TensorRows({"q": q, "k": k, "v": v, "out": out, "lse": lse, "grad_out": q})
     weight = torch.ones((), dtype=torch.float64, requires_grad=True)
-    made = MadeRows(held.shape, lambda name, rows, heads: held.read(name, rows, heads) * weight)
+    made = CallableSource(held.shape, lambda name, rows, heads: held.read(name, rows, heads) * weight)
     source: Any = made if is_made else held
     with mode():
         found = {name: torch.empty_like(x) for name, x in zip(("out", "lse", "dq", "dk", "dv"), wanted, strict=True)}
-        rs.stream_attention(source, HeldRows(found), 60, rs.Full(), shards=3)
-        rs.stream_backward(source, HeldRows(found), 60, rs.Full(), shards=3, folder=tmp_path)
+        rs.stream_attention(source, TensorRows(found), 60, rs.Full(), shards=3)
+        rs.stream_backward(source, TensorRows(found), 60, rs.Full(), shards=3, folder=tmp_path)
     for x, y in zip(found.values(), wanted, strict=True):
         assert not x.requires_grad
         torch.testing.assert_close(x, y.detach(), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_results_come_in_the_dtype_of_the_source(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_results_have_the_dtype_of_the_source(tmp_path: Path, dtype: torch.dtype) -> None:
     q, k, v, grad_out = (x.detach() for x in (*inputs(1, 60, 2, 1, 8, dtype), inputs(1, 60, 2, 1, 8, dtype)[0]))
     taken: dict[str, set[torch.dtype]] = {}
-    sink = ConsumedRows(lambda name, start, rows: taken.setdefault(name, set()).add(rows.dtype))
-    held = HeldRows({"q": q, "k": k, "v": v})
+    sink = CallbackSink(lambda name, start, rows: taken.setdefault(name, set()).add(rows.dtype))
+    held = TensorRows({"q": q, "k": k, "v": v})
     rs.stream_attention(held, sink, 60, rs.Full(), shards=3)
     out, lse = rs.attention(q, k, v, pattern=rs.Full(), return_lse=True)
-    held = HeldRows({"q": q, "k": k, "v": v, "out": out, "lse": lse, "grad_out": grad_out})
+    held = TensorRows({"q": q, "k": k, "v": v, "out": out, "lse": lse, "grad_out": grad_out})
     rs.stream_backward(held, sink, 60, rs.Full(), shards=3, folder=tmp_path)
     assert taken.pop("lse") == {lse.dtype}
     assert taken == {name: {dtype} for name in ("out", "dq", "dk", "dv")}
 
 
-def test_parcels_that_are_read_are_those_that_a_ring_would_send() -> None:
+def test_parcel_bytes_are_those_of_a_ring() -> None:
     n, pattern = 512, rs.Dilated((32, 512), (1, 4))
     q, k, v = (x.detach() for x in inputs(1, n, 2, 1, 8))
-    source = HeldRows({"q": q, "k": k, "v": v})
-    done = rs.stream_attention(source, HeldRows({}), n, pattern, causal=True, shards=4)
+    source = TensorRows({"q": q, "k": k, "v": v})
+    done = rs.stream_attention(source, TensorRows({}), n, pattern, causal=True, shards=4)
     plan = rs.plan(pattern, n, ring_size=4, layout="contiguous", causal=True, heads=2, head_dim=8, dtype=torch.float64)
     assert done.parcel_bytes == sum(plan.bytes_received(rank) for rank in range(4)) > 0
 
 
-def test_a_fault_in_a_source_or_sink_is_raised_here() -> None:
+def test_errors_of_a_source_are_raised() -> None:
     def broken(name: str, rows: range, heads: range) -> Tensor:
         if rows.start > 60:
             raise OSError("the disk is gone")
         return torch.ones(1, len(rows), len(heads), 8)
 
-    source = MadeRows(RowShape(1, 1, 8), broken)
+    source = CallableSource(RowShape(1, 1, 8), broken)
     with pytest.raises(OSError, match="the disk is gone"):
-        rs.stream_attention(source, HeldRows({}), 100, rs.Full(), shards=4)
-    wrong = MadeRows(RowShape(1, 1, 8), lambda name, rows, heads: torch.ones(1, len(rows), len(heads), 4))
+        rs.stream_attention(source, TensorRows({}), 100, rs.Full(), shards=4)
+    wrong = CallableSource(RowShape(1, 1, 8), lambda name, rows, heads: torch.ones(1, len(rows), len(heads), 4))
     with pytest.raises(ValueError, match=r"must be torch.float32 of shape \(1, 100, 1, 8\)"):
-        rs.stream_attention(wrong, HeldRows({}), 100, rs.Full(), shards=1)
+        rs.stream_attention(wrong, TensorRows({}), 100, rs.Full(), shards=1)
 
 
-def test_rows_of_another_shape_or_dtype_are_refused(tmp_path: Path) -> None:
-    """A source or a sink of its own making could be broadcast, or rounded, without a word."""
+def test_rows_of_another_shape_or_dtype_raise(tmp_path: Path) -> None:
+    """Otherwise they would be broadcast or rounded silently."""
     q, k, v = (x.detach() for x in inputs(1, 60, 2, 1, 8, torch.float32))
     out, lse = rs.attention(q, k, v, pattern=rs.Full(), return_lse=True)
     held = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "grad_out": q}
 
     class OneHead:
-        shape = HeldRows(held).shape
+        shape = TensorRows(held).shape
 
         def read(self, name: str, rows: range, heads: range) -> Tensor:
-            return HeldRows(held).read(name, rows, heads)[:, :, :1]
+            return TensorRows(held).read(name, rows, heads)[:, :, :1]
 
-    with pytest.raises(ValueError, match=r"gave torch.float32 of shape \(1, 60, 1, 8\): must be .* \(1, 60, 2, 8\)"):
-        rs.stream_attention(OneHead(), HeldRows({}), 60, rs.Full(), shards=1)
+    with pytest.raises(ValueError, match=r"\(1, 60, 1, 8\): must be .* \(1, 60, 2, 8\)"):
+        rs.stream_attention(OneHead(), TensorRows({}), 60, rs.Full(), shards=1)
     for name, x in {"grad_out": q.double(), "out": out[..., :1], "lse": lse[:, :1]}.items():
         with pytest.raises(ValueError, match=rf"read\('{name}', .*: must be torch.float32 of shape"):
             rs.stream_backward(
-                HeldRows(held | {name: x}), HeldRows({}), 60, rs.Full(), shards=1, folder=tmp_path / name
+                TensorRows(held | {name: x}), TensorRows({}), 60, rs.Full(), shards=1, folder=tmp_path / name
             )
     for sink in (out.half(), out.new_empty(3, 60, 2, 8)):
         with pytest.raises(ValueError, match=r"out: the sink takes .* but the shard has torch.float32"):
-            rs.stream_attention(HeldRows(held), HeldRows({"out": sink}), 60, rs.Full(), shards=2)
+            rs.stream_attention(TensorRows(held), TensorRows({"out": sink}), 60, rs.Full(), shards=2)
 
 
-def test_a_callable_gives_everything_that_backward_reads(tmp_path: Path) -> None:
+def test_a_callable_source_in_backward(tmp_path: Path) -> None:
     q, k, v = (x.detach() for x in inputs(1, 60, 2, 1, 8))
     out, lse = rs.attention(q, k, v, pattern=rs.Full(), return_lse=True)
-    held = HeldRows({"q": q, "k": k, "v": v, "out": out, "lse": lse, "grad_out": q})
+    held = TensorRows({"q": q, "k": k, "v": v, "out": out, "lse": lse, "grad_out": q})
     found, wanted = torch.empty_like(q), torch.empty_like(q)
-    for number, (source, dq) in enumerate(((held, wanted), (MadeRows(held.shape, held.read), found))):
-        rs.stream_backward(source, HeldRows({"dq": dq}), 60, rs.Full(), shards=3, folder=tmp_path / str(number))  # type: ignore[arg-type]
+    for number, (source, dq) in enumerate(((held, wanted), (CallableSource(held.shape, held.read), found))):
+        rs.stream_backward(source, TensorRows({"dq": dq}), 60, rs.Full(), shards=3, folder=tmp_path / str(number))  # type: ignore[arg-type]
     assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (dict(n=0), "seq_len=0: a sequence has at least 1 row"),
-        (dict(shards=0), "shards=0: must lie in 1 .. 100"),
-        (dict(shards=101), "shards=101: must lie in 1 .. 100"),
+        (dict(n=0), "seq_len=0: must be at least 1"),
+        (dict(shards=0), r"shards=0: must be in 1 \.\. 100"),
+        (dict(shards=101), r"shards=101: must be in 1 \.\. 100"),
         (dict(budget_bytes=1000), "budget_bytes=1,000: even .* shards of a row or two need"),
         (dict(shards=2, budget_bytes=1000), "shards=2: a run would hold .* more than budget_bytes=1,000"),
         (dict(shards=3.0), "shards=3.0: must be an int"),
@@ -205,39 +205,50 @@ def test_a_callable_gives_everything_that_backward_reads(tmp_path: Path) -> None
         (dict(n=200), "row 199 of q: it has 100 rows"),
     ],
 )
-def test_bad_arguments_are_answered(options: dict[str, object], words: str) -> None:
+def test_invalid_arguments_raise(options: dict[str, object], words: str) -> None:
     q, k, v = torch.ones(3, 1, 100, 2, 8).unbind()
     n = options.pop("n", 100)
     with pytest.raises((ValueError, TypeError), match=words):
-        rs.stream_attention(HeldRows({"q": q, "k": k, "v": v}), HeldRows({}), n, rs.Full(), **options)  # type: ignore[arg-type]
+        rs.stream_attention(TensorRows({"q": q, "k": k, "v": v}), TensorRows({}), n, rs.Full(), **options)  # type: ignore[arg-type]
 
 
-def test_bad_rows_are_answered() -> None:
+def test_invalid_tensors_raise() -> None:
     q = torch.ones(1, 10, 2, 8)
     with pytest.raises(TypeError, match="pattern='full': must be Dilated"):
-        rs.stream_attention(HeldRows({"q": q, "k": q, "v": q}), HeldRows({}), 10, "full")  # type: ignore[arg-type]
+        rs.stream_attention(TensorRows({"q": q, "k": q, "v": q}), TensorRows({}), 10, "full")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="out: the sink has 7 rows, but the shard ends with row 9"):
-        rs.stream_attention(HeldRows({"q": q, "k": q, "v": q}), HeldRows({"out": q[:, :7].clone()}), 10, rs.Full())
-    with pytest.raises(ValueError, match="no k, v among q: a source has q, k and v"):
-        _ = HeldRows({"q": q}).shape
-    with pytest.raises(ValueError, match="batch, seq and dim must be equal"):
-        _ = HeldRows({"q": q, "k": q[:, :5], "v": q[:, :5]}).shape
-    with pytest.raises(ValueError, match="all three need one dtype"):
-        _ = HeldRows({"q": q, "k": q.double(), "v": q}).shape
+        rs.stream_attention(TensorRows({"q": q, "k": q, "v": q}), TensorRows({"out": q[:, :7].clone()}), 10, rs.Full())
+    with pytest.raises(ValueError, match="no k, v among q"):
+        _ = TensorRows({"q": q}).shape
+    with pytest.raises(ValueError, match="must be equal"):
+        _ = TensorRows({"q": q, "k": q[:, :5], "v": q[:, :5]}).shape
+    with pytest.raises(ValueError, match="same dtype"):
+        _ = TensorRows({"q": q, "k": q.double(), "v": q}).shape
     with pytest.raises(ValueError, match=r"lse has shape \(1, 10, 2, 8\)"):
-        HeldRows({"lse": q})
+        TensorRows({"lse": q})
     with torch.autocast("cpu"), pytest.raises(ValueError, match=r"torch\.autocast is on"):
-        rs.stream_attention(HeldRows({"q": q, "k": q, "v": q}), HeldRows({}), 10, rs.Full())
+        rs.stream_attention(TensorRows({"q": q, "k": q, "v": q}), TensorRows({}), 10, rs.Full())
 
 
-def test_shards_can_be_shared() -> None:
+def test_only_some_shards() -> None:
     n, pattern = 300, rs.Dilated((32, 300), (1, 4))
     q, k, v = (x.detach() for x in inputs(1, n, 2, 1, 8))
-    source, out = HeldRows({"q": q, "k": k, "v": v}), torch.full_like(q, torch.nan)
+    source, out = TensorRows({"q": q, "k": k, "v": v}), torch.full_like(q, torch.nan)
     for only in (iter(range(3)), [4], [3]):
-        rs.stream_attention(source, HeldRows({"out": out}), n, pattern, causal=True, shards=5, only=only)
+        rs.stream_attention(source, TensorRows({"out": out}), n, pattern, causal=True, shards=5, only=only)
     whole = torch.empty_like(q)
-    rs.stream_attention(source, HeldRows({"out": whole}), n, pattern, causal=True, shards=5)
+    rs.stream_attention(source, TensorRows({"out": whole}), n, pattern, causal=True, shards=5)
     assert torch.equal(out, whole)
-    with pytest.raises(ValueError, match=r"only=\[5\]: there is no shard 5, they are 0 .. 4"):
-        rs.stream_attention(source, HeldRows({}), n, pattern, shards=5, only=[5])
+    with pytest.raises(ValueError, match=r"only=\[5\]: there is no shard 5"):
+        rs.stream_attention(source, TensorRows({}), n, pattern, shards=5, only=[5])
+
+
+def test_a_sink_with_a_misspelt_name_raises(tmp_path: Path) -> None:
+    """Otherwise its results would be dropped silently."""
+    q, k, v = (x.detach() for x in inputs(1, 60, 2, 1, 8))
+    source = TensorRows({"q": q, "k": k, "v": v, "out": q, "lse": q[..., 0].mT.contiguous(), "grad_out": q})
+    for names in (["Out"], ["out", "outt"], ["dq"]):
+        with pytest.raises(ValueError, match=rf"the sink has {names[-1]}, .* out, lse"):
+            rs.stream_attention(source, TensorRows(dict.fromkeys(names, q.clone())), 60, rs.Full())
+    with pytest.raises(ValueError, match=r"the sink has d_q, .* dq, dk, dv"):
+        rs.stream_backward(source, TensorRows({"dk": k.clone(), "d_q": q}), 60, rs.Full(), folder=tmp_path)

@@ -1,4 +1,4 @@
-"""Rows in files: what is written can be read, by us and by others, in place, within the budget."""
+"""Rows in memory-mapped files: other libraries can read what is written, and memory stays within the budget."""
 
 import os
 from pathlib import Path
@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 import ringspan as rs
 from ringspan.runtime.device import Cpu
 from ringspan.streaming import (
-    CountedRows,
-    HeldRows,
     RowShape,
+    SyntheticSource,
+    TensorRows,
     create_numpy,
     create_safetensors,
     open_numpy,
@@ -26,11 +26,11 @@ N = 1000
 
 
 def made() -> dict[str, torch.Tensor]:
-    rows = CountedRows(SHAPE)
+    rows = SyntheticSource(SHAPE)
     return {name: rows.read(name, range(N), range(SHAPE.heads_of(name))) for name in ("q", "k", "v", "grad_out")}
 
 
-def write_inputs(folder: Path, kind: str, tensors: dict[str, torch.Tensor]) -> HeldRows:
+def write_inputs(folder: Path, kind: str, tensors: dict[str, torch.Tensor]) -> TensorRows:
     if kind == "numpy":
         for name, x in tensors.items():
             np.save(folder / f"{name}.npy", x.numpy())
@@ -58,7 +58,7 @@ def test_from_file_to_file_forward_and_backward(tmp_path: Path, kind: str) -> No
         zip(("dq", "dk", "dv"), torch.autograd.grad((out * tensors["grad_out"]).sum(), (q, k, v)), strict=True)
     )
     wanted |= {"out": out.detach(), "lse": lse.detach()}
-    if kind == "numpy":  # read by those who made the formats
+    if kind == "numpy":  # read by the libraries that define the formats
         found = {path.stem: torch.from_numpy(np.load(path)) for path in (*out_path.iterdir(), *grad_path.iterdir())}
     else:
         found = {**load_file(out_path), **load_file(grad_path)}
@@ -70,16 +70,16 @@ def test_from_file_to_file_forward_and_backward(tmp_path: Path, kind: str) -> No
 def test_bf16_in_safetensors(tmp_path: Path) -> None:
     shape = RowShape(2, 2, 8, torch.bfloat16)
     sink = create_safetensors(tmp_path / "out.safetensors", 100, shape)
-    rs.stream_attention(CountedRows(shape), sink, 100, rs.Full(), shards=3)
+    rs.stream_attention(SyntheticSource(shape), sink, 100, rs.Full(), shards=3)
     found = load_file(tmp_path / "out.safetensors")
     assert found["out"].dtype == torch.bfloat16
     assert found["lse"].dtype == torch.float32
-    q, k, v = (CountedRows(shape).read(name, range(100), range(2)) for name in ("q", "k", "v"))
+    q, k, v = (SyntheticSource(shape).read(name, range(100), range(2)) for name in ("q", "k", "v"))
     wanted = rs.attention(q, k, v, pattern=rs.Full())
     torch.testing.assert_close(found["out"], wanted, rtol=0, atol=2**-7)
 
 
-def test_files_of_another_run_are_refused(tmp_path: Path) -> None:
+def test_files_of_another_run_raise(tmp_path: Path) -> None:
     create_numpy(tmp_path, 10, SHAPE)
     create_safetensors(tmp_path / "x.safetensors", 10, SHAPE)
     with pytest.raises(ValueError, match=r"out.npy holds torch.float32 of shape \(1, 10, 4, 8\)"):
@@ -92,9 +92,9 @@ def test_files_of_another_run_are_refused(tmp_path: Path) -> None:
         open_numpy(tmp_path / "nowhere")
     (tmp_path / "more").mkdir()
     np.save(tmp_path / "more/out.npy", np.ones((3, 2, 2, 2)))
-    with pytest.raises(ValueError, match=r"out is in .*out.npy and in .*more/out.npy: give only one"):
+    with pytest.raises(ValueError, match=r"out is in .*out.npy and in .*more/out.npy"):
         open_numpy(tmp_path, tmp_path / "more")
-    with pytest.raises(ValueError, match=r"is in .*x.safetensors and in .*x.safetensors: give only one"):
+    with pytest.raises(ValueError, match=r"is in .*x.safetensors and in .*x.safetensors"):
         open_safetensors(tmp_path / "x.safetensors", tmp_path / "x.safetensors")
     np.save(tmp_path / "out.npy", np.ones((3, 2, 2, 2), order="F"))
     with pytest.raises(ValueError, match="Fortran order"):
@@ -104,7 +104,7 @@ def test_files_of_another_run_are_refused(tmp_path: Path) -> None:
 def test_memory_stays_within_the_budget(tmp_path: Path) -> None:
     """Three times as much in files as the budget allows in memory."""
     n, shape, budget = 2**18, RowShape(heads=4, kv_heads=4, head_dim=32), 160 * 2**20
-    rows = CountedRows(shape)
+    rows = SyntheticSource(shape)
     for name in ("q", "k", "v"):
         file = np.lib.format.open_memmap(tmp_path / f"{name}.npy", mode="w+", dtype=np.float32, shape=(1, n, 4, 32))
         for start in range(0, n, 2**13):
@@ -112,7 +112,7 @@ def test_memory_stays_within_the_budget(tmp_path: Path) -> None:
         del file
     source, sink = open_numpy(tmp_path), create_numpy(tmp_path / "out", n, shape)
     pattern = rs.Dilated((256, n), (1, n // 256))
-    rs.stream_attention(source, HeldRows({}), 2**10, pattern, causal=True)  # what torch sets up once is not counted
+    rs.stream_attention(source, TensorRows({}), 2**10, pattern, causal=True)  # one-time set-up of torch does not count
     done, grown = Cpu().peak_growth(
         lambda: rs.stream_attention(source, sink, n, pattern, causal=True, budget_bytes=budget)
     )
@@ -126,7 +126,7 @@ def test_memory_stays_within_the_budget(tmp_path: Path) -> None:
 
 
 def test_files_may_be_larger_than_all_memory(tmp_path: Path) -> None:
-    """128 GiB each, with nothing in them: mapped, and read where they are asked for."""
+    """128 GiB each, sparse: only the requested rows are read."""
     n, shape = 2**31, RowShape(heads=2, kv_heads=2, head_dim=8)
     for name in ("q", "k", "v"):
         with (tmp_path / f"{name}.npy").open("wb") as file:
@@ -138,7 +138,7 @@ def test_files_may_be_larger_than_all_memory(tmp_path: Path) -> None:
     assert rows.read("v", range(n - 100, n, 10), range(1, 2)).eq(0).all()
 
 
-def test_damaged_files_are_named(tmp_path: Path) -> None:
+def test_damaged_files_raise_with_their_name(tmp_path: Path) -> None:
     tensors = made()
     write_inputs(tmp_path, "numpy", tensors)
     write_inputs(tmp_path, "safetensors", tensors)
@@ -146,42 +146,44 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     whole = several.read_bytes()
     for content, words in {
         b"": "is empty",
-        b"short": "is not a safetensors file, or it is cut off",
-        b"a text that is no table": "is not a safetensors file, or it is cut off",
-        whole[:50]: "is not a safetensors file, or it is cut off",
-        whole[:-1]: r"has [\d,]+ bytes, but . ends at byte [\d,]+: the file is cut off",
+        b"short": "is not a safetensors file",
+        b"a text that is no table": "is not a safetensors file",
+        whole[:50]: "is not a safetensors file",
+        whole[:-1]: r"has [\d,]+ bytes, but . ends at byte [\d,]+: the file is truncated",
     }.items():
         several.write_bytes(content)
         with pytest.raises(ValueError, match=rf"rows\.safetensors {words}"):
             open_safetensors(several)
     for content in (b"", b"a text that is no array", array.read_bytes()[:-1]):
         array.write_bytes(content)
-        with pytest.raises(ValueError, match=r"q\.npy is not a whole \.npy file"):
+        with pytest.raises(ValueError, match=r"q\.npy is not a complete \.npy file"):
             open_numpy(tmp_path)
     np.save(array, tensors["q"].numpy().astype(">f4"))
     with pytest.raises(ValueError, match=r"q\.npy holds '>f4', .* save it again with x\.astype\('float32'\)"):
         open_numpy(tmp_path)
-    with pytest.raises(ValueError, match=r"bfloat16: NumPy has no such type; use create_safetensors"):
+    with pytest.raises(ValueError, match=r"bfloat16.*create_safetensors"):
         create_numpy(tmp_path / "sink", N, RowShape(1, 1, 8, torch.bfloat16))
 
 
-def test_the_disk_has_room_for_what_will_be_written(tmp_path: Path) -> None:
+def test_disk_space_is_reserved(tmp_path: Path) -> None:
     create_numpy(tmp_path, 2**16, SHAPE)
     create_safetensors(tmp_path / "out.safetensors", 2**16, SHAPE)
     assert not list(tmp_path.glob("*.new"))
     for name, size in (("out.npy", 8 * 4 * 4 * 2**16), ("out.safetensors", (8 + 1) * 4 * 4 * 2**16)):
         found = (tmp_path / name).stat()
-        kept = found.st_blocks * 512 if hasattr(os, "posix_fallocate") else found.st_size  # others cannot keep room
+        kept = (
+            found.st_blocks * 512 if hasattr(os, "posix_fallocate") else found.st_size
+        )  # other systems cannot reserve space
         assert kept >= size
 
 
-def test_files_that_are_read_are_not_written(tmp_path: Path) -> None:
+def test_read_only_files_are_not_written(tmp_path: Path) -> None:
     source = write_inputs(tmp_path, "numpy", made() | {"out": made()["q"]})
-    with pytest.raises(ValueError, match="opened for reading; use create_numpy or create_safetensors"):
+    with pytest.raises(ValueError, match="reading only"):
         rs.stream_attention(source, source, N, PATTERN, shards=2)
 
 
-def test_a_spool_that_was_cut_off_is_refused(tmp_path: Path) -> None:
+def test_a_truncated_spool_raises(tmp_path: Path) -> None:
     source = write_inputs(tmp_path, "numpy", made())
     rs.stream_attention(source, create_numpy(tmp_path, N, SHAPE), N, PATTERN, causal=True, shards=3)
     source = open_numpy(tmp_path)
@@ -191,7 +193,7 @@ def test_a_spool_that_was_cut_off_is_refused(tmp_path: Path) -> None:
             with (tmp_path / "work/spool/2.gradients").open("r+b") as file:
                 file.truncate(100)
 
-    with pytest.raises(RuntimeError, match=r"lacks rows that .*: delete .*/work and start again"):
+    with pytest.raises(RuntimeError, match=r"lacks rows .*: delete .*/work"):
         rs.stream_backward(
-            source, HeldRows({}), N, PATTERN, causal=True, shards=3, folder=tmp_path / "work", on_shard=cut
+            source, TensorRows({}), N, PATTERN, causal=True, shards=3, folder=tmp_path / "work", on_shard=cut
         )

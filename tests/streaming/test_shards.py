@@ -1,4 +1,4 @@
-"""How many shards: the fewest that fit, and enough to overlap; and reading, computing and writing do overlap."""
+"""The number of shards fits the budget and allows overlap; reading, computing and writing do overlap."""
 
 import threading
 
@@ -15,7 +15,9 @@ WORKSPACE = 2**20
 
 def plan_with(shards: int, n: int = 2**30) -> RingPlan:
     pattern = rs.Dilated((256, 65536, n), (1, 256, n // 256))
-    return rs.plan(pattern, n, ring_size=shards, layout="contiguous", causal=True, routing="direct", heads=2, head_dim=32)
+    return rs.plan(
+        pattern, n, ring_size=shards, layout="contiguous", causal=True, routing="direct", heads=2, head_dim=32
+    )
 
 
 @pytest.mark.parametrize("budget", [2**31, 2**33])
@@ -31,8 +33,8 @@ def test_enough_to_overlap_but_none_for_short_sequences() -> None:
     assert fewest_shards(lambda k: plan_with(k, 2**17), WORKSPACE, 2**40, backward=False) == 1
 
 
-def test_what_is_held_is_what_is_counted() -> None:
-    """Three shards' worth: q, k, v and results of one, inputs of the next, results of the one before, also in files."""
+def test_held_bytes_counts_three_shards() -> None:
+    """q, k, v and results of one shard, inputs of the next, results of the previous one, also as pages of files."""
     n, shards = 2**16, 16
     rows, row = n // shards, 4 * 2 * 32  # fp32, 2 heads of 32
     held = held_bytes(plan_with(shards, n), 0)
@@ -42,7 +44,7 @@ def test_what_is_held_is_what_is_counted() -> None:
 
 
 def test_reading_computing_and_writing_overlap() -> None:
-    """While an item is computed, the next one is read and the last one is written: computing waits for both."""
+    """While an item is computed, the next one is read and the previous one is written."""
     steps: list[tuple[str, int]] = []
     done = {(what, item): threading.Event() for what in ("read", "compute", "write") for item in range(8)}
 

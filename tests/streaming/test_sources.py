@@ -1,13 +1,13 @@
-"""Rows from a counter: the same however they are asked for, and random enough to stand for rows of a model."""
+"""Synthetic rows depend only on their position, and look random."""
 
 import pytest
 import torch
 
-from ringspan.streaming import CountedRows, RowShape
+from ringspan.streaming import RowShape, SyntheticSource
 
 
-def test_the_same_rows_however_they_are_asked_for() -> None:
-    rows = CountedRows(RowShape(heads=3, kv_heads=3, head_dim=10, batch=2), seed=5)
+def test_rows_do_not_depend_on_how_they_are_read() -> None:
+    rows = SyntheticSource(RowShape(heads=3, kv_heads=3, head_dim=10, batch=2), seed=5)
     whole = rows.read("k", range(20_000), range(3))
     assert torch.equal(rows.read("k", range(17, 20_000, 97), range(1, 3)), whole[:, 17::97, 1:3])
     far = 2**40
@@ -18,16 +18,16 @@ def test_the_same_rows_however_they_are_asked_for() -> None:
 
 def test_seeds_names_sequences_and_heads_differ() -> None:
     shape = RowShape(heads=2, kv_heads=2, head_dim=8, batch=2)
-    first = CountedRows(shape, 0).read("k", range(100), range(2))
-    assert not torch.equal(first, CountedRows(shape, 1).read("k", range(100), range(2)))
-    assert not torch.equal(first, CountedRows(shape, 0).read("v", range(100), range(2)))
+    first = SyntheticSource(shape, 0).read("k", range(100), range(2))
+    assert not torch.equal(first, SyntheticSource(shape, 1).read("k", range(100), range(2)))
+    assert not torch.equal(first, SyntheticSource(shape, 0).read("v", range(100), range(2)))
     assert not torch.equal(first[0], first[1])
     assert not torch.equal(first[:, :, 0], first[:, :, 1])
 
 
 @pytest.mark.parametrize("start", [0, 2**30, 2**33 + 7])
 def test_mean_variance_and_correlations(start: int) -> None:
-    x = CountedRows(RowShape(heads=2, kv_heads=2, head_dim=32)).read("q", range(start, start + 4096), range(2))
+    x = SyntheticSource(RowShape(heads=2, kv_heads=2, head_dim=32)).read("q", range(start, start + 4096), range(2))
     x = x.flatten(2).squeeze(0).double()  # (rows, 64)
     count = x.numel()
     assert abs(x.mean()) < 5 / count**0.5
@@ -40,8 +40,8 @@ def test_mean_variance_and_correlations(start: int) -> None:
 
 
 def test_dtypes() -> None:
-    wide = CountedRows(RowShape(1, 1, 8, torch.float32)).read("q", range(10), range(1))
+    wide = SyntheticSource(RowShape(1, 1, 8, torch.float32)).read("q", range(10), range(1))
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
-        found = CountedRows(RowShape(1, 1, 8, dtype)).read("q", range(10), range(1))
+        found = SyntheticSource(RowShape(1, 1, 8, dtype)).read("q", range(10), range(1))
         assert found.dtype == dtype
         torch.testing.assert_close(found.double(), wide.double(), rtol=2**-8, atol=0)

@@ -11,9 +11,8 @@ from ringspan.planning import ByNode, RingPlan
 from ringspan.runtime.device import Cpu
 from ringspan.runtime.launch import run_local_ranks
 from ringspan.tools.rehearse import (
-    Clock,
     Network,
-    Rehearsed,
+    RehearsalClock,
     RehearsedRing,
     StandInTransport,
     ranks_worth_rehearsing,
@@ -130,7 +129,7 @@ def test_links_between_nodes_are_a_link_of_their_own() -> None:
     network = Network(bandwidth=100.0, latency=1.0, ranks_per_node=4, bandwidth_across=10.0)
     assert network.is_across(3, 4)
     assert not network.is_across(4, 7)
-    clock = Clock(network)
+    clock = RehearsalClock(network)
     start = clock.now
     assert clock.arrival({False: 100, True: 0}) == pytest.approx(start + 2)
     assert clock.arrival({False: 100, True: 100}) == pytest.approx(start + 11)  # 1 + 100/10; the other link: 4

@@ -12,8 +12,8 @@ import ringspan as rs
 from ringspan.geometry import Documents
 from ringspan.oracle import dense_attention, multiplicity
 from ringspan.planning import RingPlan
-from ringspan.streaming import CountedRows, HeldRows, Place, RowShape
-from ringspan.tools.spot_check import EVERYWHERE, Proof, Stratum, draw_strata, keys_seen, prove, recompute
+from ringspan.streaming import QueryPosition, RowShape, SyntheticSource, TensorRows
+from ringspan.tools.spot_check import EVERYWHERE, SpotCheck, Stratum, draw_strata, keys_seen, recompute, spot_check
 from tests.strategies import lengths, patterns
 
 N, SHARDS = 4096, 16
@@ -40,10 +40,10 @@ def test_recomputed_rows_are_those_of_the_oracle(data: st.DataObject) -> None:
     sizes = data.draw(lengths().filter(sum))
     pattern, causal = data.draw(patterns()), data.draw(st.booleans())
     shape = RowShape(heads=4, kv_heads=2, head_dim=4, dtype=torch.float64, batch=2)
-    source, n = CountedRows(shape), sum(sizes)
+    source, n = SyntheticSource(shape), sum(sizes)
     q, k, v = (source.read(name, range(n), range(shape.heads_of(name))) for name in ("q", "k", "v"))
     out, lse = dense_attention(q, k, v, pattern=pattern, causal=causal, lengths=sizes)
-    for place in (Place(0, 0), Place(n - 1, 3), Place(n // 2, 1)):
+    for place in (QueryPosition(0, 0), QueryPosition(n - 1, 3), QueryPosition(n // 2, 1)):
         exact = recompute(source, place, pattern, Documents(sizes), causal=causal, scale=0.5)
         torch.testing.assert_close(exact.out, out[:, place.row, place.head], rtol=0, atol=1e-13)
         torch.testing.assert_close(exact.lse, lse[:, place.head, place.row], rtol=0, atol=1e-13)
@@ -88,17 +88,17 @@ def test_samples_are_drawn_evenly() -> None:
     assert abs(halves - 2000) < 5 * 1000**0.5  # 4,000 draws, standard deviation sqrt(4000 / 4)
 
 
-def streamed(shape: RowShape = SHAPE) -> HeldRows:
+def streamed(shape: RowShape = SHAPE) -> TensorRows:
     out = torch.empty(1, N, shape.heads, shape.head_dim, dtype=shape.dtype)
-    sink = HeldRows({"out": out, "lse": torch.empty(1, shape.heads, N, dtype=torch.float32)})
-    rs.stream_attention(CountedRows(shape), sink, N, PATTERN, causal=True, shards=SHARDS)
+    sink = TensorRows({"out": out, "lse": torch.empty(1, shape.heads, N, dtype=torch.float32)})
+    rs.stream_attention(SyntheticSource(shape), sink, N, PATTERN, causal=True, shards=SHARDS)
     return sink
 
 
-def proven(results: HeldRows, shape: RowShape = SHAPE, anywhere: int = 300) -> Proof:
+def proven(results: TensorRows, shape: RowShape = SHAPE, anywhere: int = 300) -> SpotCheck:
     ring = plan(shape=shape)
     strata = draw_strata(ring, anywhere=anywhere)
-    return prove(CountedRows(shape), results, ring, strata, scale=shape.head_dim**-0.5)
+    return spot_check(SyntheticSource(shape), results, ring, strata, scale=shape.head_dim**-0.5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -111,7 +111,7 @@ def test_it_holds_where_results_are_right(dtype: torch.dtype) -> None:
     assert proof.samples > 600
 
 
-def damage_one_hop(out: Tensor, lse: Tensor, source: CountedRows) -> None:
+def damage_one_hop(out: Tensor, lse: Tensor, source: SyntheticSource) -> None:
     """As if the tile of the farthest hop had been forgotten: the last shard does not see the first one."""
     q, k, v = (source.read(name, range(N), range(SHAPE.heads_of(name))) for name in ("q", "k", "v"))
     first = N // SHARDS
@@ -123,7 +123,7 @@ def damage_one_hop(out: Tensor, lse: Tensor, source: CountedRows) -> None:
 
 def test_a_forgotten_tile_is_found() -> None:
     results = streamed()
-    damage_one_hop(results.tensors["out"], results.tensors["lse"], CountedRows(SHAPE))
+    damage_one_hop(results.tensors["out"], results.tensors["lse"], SyntheticSource(SHAPE))
     proof = proven(results)
     assert not proof.holds
     wrong = {finding.name: finding.wrong for finding in proof.findings}
@@ -155,23 +155,23 @@ def test_a_fault_is_larger_than_what_rounding_to_16_bit_may_do(dtype: torch.dtyp
     """Over thousands of keys an output is small, and so must be what is allowed: zeros are not right."""
     shape = RowShape(2, 2, 32, dtype)
     out = torch.empty(1, N, 2, 32, dtype=dtype)
-    results = HeldRows({"out": out, "lse": torch.empty(1, 2, N, dtype=torch.float32)})
-    rs.stream_attention(CountedRows(shape), results, N, rs.Full(), causal=True, shards=4)
+    results = TensorRows({"out": out, "lse": torch.empty(1, 2, N, dtype=torch.float32)})
+    rs.stream_attention(SyntheticSource(shape), results, N, rs.Full(), causal=True, shards=4)
     ring = rs.plan(rs.Full(), N, ring_size=4, layout="contiguous", causal=True, routing="direct", heads=2, head_dim=32)
-    places = tuple(Place(row, row % 2) for row in range(1, N, N // 40))
+    places = tuple(QueryPosition(row, row % 2) for row in range(1, N, N // 40))
     stratum = [Stratum(EVERYWHERE, 2 * N, places)]
-    assert prove(CountedRows(shape), results, ring, stratum, scale=32**-0.5).wrong == 0
+    assert spot_check(SyntheticSource(shape), results, ring, stratum, scale=32**-0.5).wrong == 0
     out.zero_()
-    assert prove(CountedRows(shape), results, ring, stratum, scale=32**-0.5).wrong == len(places)
+    assert spot_check(SyntheticSource(shape), results, ring, stratum, scale=32**-0.5).wrong == len(places)
 
 
 def test_rows_that_see_nothing_must_be_nothing() -> None:
     pattern = rs.Dilated((64,), (4,))
     shape = RowShape(1, 1, 8)
     ring = rs.plan(pattern, 256, ring_size=4, layout="contiguous", routing="direct", heads=1, head_dim=8)
-    stratum = [Stratum(EVERYWHERE, 256, tuple(Place(row, 0) for row in range(256)))]
-    results = HeldRows({"out": torch.empty(1, 256, 1, 8), "lse": torch.empty(1, 1, 256)})
-    rs.stream_attention(CountedRows(shape), results, 256, pattern, shards=4)
-    assert prove(CountedRows(shape), results, ring, stratum, scale=8**-0.5).holds
+    stratum = [Stratum(EVERYWHERE, 256, tuple(QueryPosition(row, 0) for row in range(256)))]
+    results = TensorRows({"out": torch.empty(1, 256, 1, 8), "lse": torch.empty(1, 1, 256)})
+    rs.stream_attention(SyntheticSource(shape), results, 256, pattern, shards=4)
+    assert spot_check(SyntheticSource(shape), results, ring, stratum, scale=8**-0.5).holds
     results.tensors["out"][:, 1] = 1e-30
-    assert prove(CountedRows(shape), results, ring, stratum, scale=8**-0.5).wrong == 1
+    assert spot_check(SyntheticSource(shape), results, ring, stratum, scale=8**-0.5).wrong == 1

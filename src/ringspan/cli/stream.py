@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from ringspan.tools.demonstration import Demonstration, Settings
     from ringspan.tools.pages import Table
-    from ringspan.tools.spot_check import Finding, Proof
+    from ringspan.tools.spot_check import SpotCheck, StratumResult
 
 
 def stream(
@@ -138,6 +138,7 @@ def _run(settings: Settings, out: Path, console: Console) -> Demonstration:
 
 def _say(console: Console, found: Demonstration, out: Path) -> None:
     from ringspan.tools.pages import rich_table  # noqa: PLC0415
+
     settings, proof = found.settings, found.proof
     lines = [
         f"{settings.tokens:,} tokens, {settings.pattern.text}, "
@@ -147,15 +148,15 @@ def _say(console: Console, found: Demonstration, out: Path) -> None:
         f"Memory of the process: {found.peak_bytes / 2**30:.2f} GiB of {settings.budget_bytes / 2**30:g} GiB"
         + ("." if found.within_budget else ", WHICH IS TOO MUCH."),
         f"Digest of all outputs: {found.digest}",
-        proof_sentence(proof),
+        spot_check_sentence(proof),
         f"Everything is in {out}.",
     ]
-    console.print(rich_table(proof_table(proof)))
+    console.print(rich_table(spot_check_table(proof)))
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def proof_table(proof: Proof) -> Table:
+def spot_check_table(proof: SpotCheck) -> Table:
     """The strata of a proof: one line each, but all hops in one."""
     from ringspan.tools.pages import Table  # noqa: PLC0415
 
@@ -179,7 +180,7 @@ def proof_table(proof: Proof) -> Table:
     return Table("The sampled proof", rows)
 
 
-def proof_sentence(proof: Proof) -> str:
+def spot_check_sentence(proof: SpotCheck) -> str:
     if proof.wrong:
         return f"{proof.wrong} of {proof.samples:,} sampled places are WRONG."
     missing = [finding.name for finding in proof.findings if not finding.covered]
@@ -192,7 +193,7 @@ def proof_sentence(proof: Proof) -> str:
     )
 
 
-def _line(finding: Finding, samples: str) -> list[str]:
+def _line(finding: StratumResult, samples: str) -> list[str]:
     return [
         finding.name,
         f"{finding.population:,}",

@@ -1,27 +1,27 @@
-"""Streaming: sequences that do not fit in memory, walked shard by shard with the ring's own plan and engine.
+"""Out-of-core attention: sequences larger than memory, computed shard by shard with the plan and engine of a ring.
 
-Sources and sinks are tensors in host memory, memory-mapped files, or callables; `rs.stream_attention` and
-`rs.stream_backward` run between them.
+Sources and sinks are tensors in host memory, memory-mapped files, or callables. `rs.stream_attention` and
+`rs.stream_backward` read from one and write to the other.
 """
 
 from ringspan.streaming.attention import stream_attention, stream_backward
-from ringspan.streaming.job import ShardDone, Streamed
+from ringspan.streaming.job import ShardDone, StreamSummary
 from ringspan.streaming.mapped_files import create_numpy, create_safetensors, open_numpy, open_safetensors
-from ringspan.streaming.sinks import DigestedRows, Place
-from ringspan.streaming.sources import ConsumedRows, CountedRows, HeldRows, MadeRows, RowShape, Sink, Source
+from ringspan.streaming.sinks import CallbackSink, ChecksumSink, QueryPosition, Sink
+from ringspan.streaming.sources import CallableSource, RowShape, Source, SyntheticSource, TensorRows
 
 __all__ = [
-    "ConsumedRows",
-    "CountedRows",
-    "DigestedRows",
-    "HeldRows",
-    "MadeRows",
-    "Place",
+    "CallableSource",
+    "CallbackSink",
+    "ChecksumSink",
+    "QueryPosition",
     "RowShape",
     "ShardDone",
     "Sink",
     "Source",
-    "Streamed",
+    "StreamSummary",
+    "SyntheticSource",
+    "TensorRows",
     "create_numpy",
     "create_safetensors",
     "open_numpy",

@@ -1,13 +1,13 @@
-"""How many shards: the fewest that keep a run within its budget of memory, and enough of them to overlap.
+"""A streaming job: its options, how many shards it has, and the progress file from which it resumes.
 
-A shard is a virtual rank of a contiguous ring. While it is walked, the rows of the next are read and the results of the
-one before are written, so that three shards' worth is held.
+A shard is a virtual rank of a contiguous ring. While one is computed, the rows of the next are read and the results of
+the previous one are written, so a run holds three shards at a time.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,185 +16,53 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringspan import kernels
 from ringspan.engine import WORKSPACE_BYTES
-from ringspan.geometry import Dilated, Full, Pattern, as_int
-from ringspan.kernels import Kernel, accumulation_dtype
+from ringspan.geometry import Pattern, as_int
+from ringspan.kernels import Kernel
 from ringspan.planning import Packing, Parcel, RingPlan, packing_from_sequence
-from ringspan.planning.api import plan as price_plan
+from ringspan.planning.api import plan
 from ringspan.ring.transport import Counters
 from ringspan.runtime.files import Journal, read_journal
+from ringspan.streaming.sinks import Sink
 from ringspan.streaming.sources import (
+    GRADIENTS,
     INPUTS,
-    ROWS_IN_ALL,
-    ROWS_OF_A_SHARD,
+    OUTPUTS,
+    SAMPLED_ROWS,
+    SAMPLED_ROWS_PER_SHARD,
     Fingerprint,
-    Sink,
     Source,
+    TensorRows,
     checksum,
     read_rows,
     sampled_rows,
     seq_dim,
 )
+from ringspan.validation import Lengths, check_pattern, document_lengths, kernel_for, scale_for
 
-ENOUGH_TO_OVERLAP = 16  # so that the first read and the last write, with nothing beside them, cost little
-# What allocators keep of freed buffers (glibc: those below 32 MiB), files while they are copied, threads.
-OVERHEAD_BYTES = 48 * 2**20
-SMALLEST_FOR_OVERLAP = 2**17  # rows: below that, what each hop costs outweighs what overlapping saves
-
-
-def fewest_shards(plan_with: Callable[[int], RingPlan], workspace: int, budget_bytes: int, *, backward: bool) -> int:
-    """The fewest shards, a power of two, that fit the budget; ``plan_with(shards)`` is the plan of a ring of so many.
-
-    Powers of two, since the segments of most patterns are: then borders between shards cut fewer of them.
-    """
-    rows = plan_with(1).layout.rows
-    shards = 1
-    while shards < ENOUGH_TO_OVERLAP and rows // (2 * shards) >= SMALLEST_FOR_OVERLAP:
-        shards *= 2
-    while (needed := held_bytes(plan_with(shards), workspace, backward=backward)) > budget_bytes:
-        if 2 * shards > rows:
-            raise ValueError(
-                f"budget_bytes={budget_bytes:,}: even {shards:,} shards of a row or two need {needed:,} bytes; "
-                "give at least that, or stream fewer heads or sequences at a time"
-            )
-        shards *= 2
-    return shards
-
-
-def held_bytes(plan: RingPlan, workspace: int, *, backward: bool = False) -> int:
-    """What a run holds at its peak: the walk of a shard, the rows of the next one, the results of the one before.
-
-    Results count twice: as they are, and in the pages of the file that they are written to.
-    """
-    sizes = plan.sizes
-    last = plan.layout.ring_size - 1
-    ranks = sorted({0, last // 2, last})  # shards differ by a row, and by how many borders cut them
-    walked = max(plan.memory(rank, backward=backward).total for rank in ranks)
-    query = sizes.batch * sizes.heads * sizes.head_dim * sizes.number_bytes
-    keys_and_values = 2 * sizes.batch * sizes.kv_heads * sizes.head_dim * sizes.number_bytes
-    lse = sizes.batch * sizes.heads * sizes.wide_bytes
-    if backward:
-        row = (3 * query + keys_and_values + lse) + 2 * (query + keys_and_values)
-    else:
-        row = (query + keys_and_values) + 2 * (query + lse)
-    rows = -(-plan.layout.rows // plan.layout.ring_size)
-    return walked + row * (rows if last else 0) + workspace + OVERHEAD_BYTES
-
-
-_BEGINNING = b'{"run": '  # of a progress file, also if its first line is torn
-
-
-class Progress:
-    """What a run has finished; without a path, nothing is remembered beyond this process.
-
-    Raises if the file belongs to another run: ``settings`` are compared with those that it was begun with, and then its
-    inputs, by the fingerprint that is taken of them.
-    """
-
-    def __init__(
-        self, path: Path | None, settings: dict[str, Any], take_fingerprint: Callable[[], Fingerprint]
-    ) -> None:
-        self._journal: Journal | None = None
-        self.inputs: Fingerprint = {}  # empty without a path
-        self.finished: dict[str, dict[str, Any]] = {}
-        self.seconds, self.parcel_bytes = 0.0, 0  # of all finished steps, in this process and before
-        if path is None:
-            return
-        lines = read_journal(path)
-        if not lines:
-            if path.exists() and not _BEGINNING.startswith(path.read_bytes()[: len(_BEGINNING)]):
-                raise ValueError(_foreign(path))
-            self._journal = Journal(path)
-            self.inputs = take_fingerprint()
-            self._append({"run": settings, "inputs": self.inputs})
-            return
-        _check_same_run(path, _begun_with(path, lines), settings)
-        try:
-            self.finished = {line["finished"]: line["note"] for line in lines[1:]}
-            self.seconds = sum(line["seconds"] for line in lines[1:])
-            self.parcel_bytes = sum(line["parcel_bytes"] for line in lines[1:])
-            known = dict(lines[0]["inputs"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(_foreign(path)) from error
-        self.inputs = take_fingerprint()
-        differing = [name for name, sums in self.inputs.items() if sums != known.get(name)]
-        if differing:
-            raise ValueError(
-                f"{path} belongs to a run with other inputs: {', '.join(differing)} differ; "
-                f"resume with the same inputs, or delete {path} to start over"
-            )
-        self._journal = Journal(path)
-
-    def finish(self, step: str, note: dict[str, Any], seconds: float, parcel_bytes: int) -> None:
-        """A step is done for good; ``note`` is what the sink wants to know of it when the run goes on."""
-        self.finished[step] = note
-        self.seconds += seconds
-        self.parcel_bytes += parcel_bytes
-        self._append({"finished": step, "seconds": seconds, "parcel_bytes": parcel_bytes, "note": note})
-
-    def _append(self, line: dict[str, Any]) -> None:
-        if self._journal is not None:
-            self._journal.append(line)
-
-
-def shards_begun_with(path: Path | None) -> int | None:
-    """Into how many shards the run in this file is cut, or None if there is none."""
-    lines = read_journal(path) if path is not None else []
-    return int(_begun_with(path, lines)["shards"]) if path is not None and lines else None
-
-
-def _begun_with(path: Path, lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """The settings of the run in a file."""
-    run = lines[0].get("run") if isinstance(lines[0], dict) else None
-    if not isinstance(run, dict) or not isinstance(run.get("shards"), int):
-        raise ValueError(_foreign(path))
-    return run
-
-
-def _foreign(path: Path) -> str:
-    return f"{path} is not the progress of a run: give another file"
-
-
-def _check_same_run(path: Path, begun: dict[str, Any], settings: dict[str, Any]) -> None:
-    for name in {**begun, **settings}:
-        if begun.get(name) != settings.get(name):
-            raise ValueError(
-                f"{path} belongs to a run with {name}={begun.get(name)!r}, but this one has {settings.get(name)!r}: "
-                "go on with the same, or give another file"
-            )
+ENOUGH_TO_OVERLAP = 16  # shards: the first read and the last write, which overlap with nothing, then cost little
+MIN_ROWS_TO_OVERLAP = 2**17  # per shard: with fewer, the cost of each hop exceeds the gain from overlapping
+OVERHEAD_BYTES = 48 * 2**20  # buffers that allocators keep (glibc: below 32 MiB), copies of file pages, threads
+_FIRST_BYTES = b'{"run": '  # of a progress file, also if its first line is torn
 
 
 @dataclass(frozen=True, slots=True)
-class ShardDone:
-    """What a run says after each shard: which one, how many are finished, and how long this one took."""
+class StreamOptions:
+    """The options that `stream_attention` and `stream_backward` have in common."""
 
-    shard: int
-    finished: int
-    shards: int
-    rows: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Streamed:
-    """What a run did: its shards, how many of them an earlier run had finished, and what all of them cost.
-
-    ``parcel_bytes`` were read for shards that do not own them, in backward with the gradients that came home;
-    ``peak_bytes`` is the most that a walk held in this process, beside the rows that were read ahead and the results
-    that were being written.
-    """
-
-    shards: int
-    resumed: int
-    seconds: float
-    parcel_bytes: int
-    peak_bytes: int
+    causal: bool = False
+    scale: float | None = None
+    lengths: Lengths | None = None
+    cu_seqlens: Lengths | None = None
+    budget_bytes: int = 4 * 2**30
+    shards: int | None = None
+    device: torch.device | str = "cpu"
+    kernel: str | None = None
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be computed, over which shards, by which kernel, where; ``names`` are the tensors that are read."""
+    """What to compute, over which shards, with which kernel, on which device; ``names`` are the tensors to read."""
 
     source: Source
     names: tuple[str, ...]
@@ -204,19 +72,22 @@ class Job:
     device: torch.device
     counters: Counters
 
+    @property
+    def shards(self) -> range:
+        return range(self.plan.layout.ring_size)
+
     def span(self, shard: int) -> range:
-        """The rows of a shard; none if there are more shards than rows."""
+        """The rows of a shard; empty if there are more shards than rows."""
         spans = self.plan.layout.spans(shard)
         return range(spans[0].start, spans[0].stop) if spans else range(0)
 
     def read(self, shard: int, known: Fingerprint) -> list[Tensor]:
-        """The rows of a shard, which must have the known fingerprint; an empty one is not compared."""
+        """The rows of a shard. Raises if their checksums differ from ``known``, unless that is empty."""
         found = [self._read(name, self.span(shard)) for name in self.names]
         if known:
-            places = [row - self.span(shard).start for row in self._sampled(shard)]
+            sample = [row - self.span(shard).start for row in self._sampled(shard)]
             for name, x in zip(self.names, found, strict=True):
-                sample = checksum([x.select(seq_dim(name), place) for place in places])
-                if sample != known[name][shard]:
+                if checksum([x.select(seq_dim(name), row) for row in sample]) != known[name][shard]:
                     raise ValueError(
                         f"rows {self.span(shard).start} to {self.span(shard).stop - 1} of {name} have changed since "
                         "the run began: restore them and resume, or delete the progress file to start over"
@@ -229,27 +100,27 @@ class Job:
         def of_shard(name: str, shard: int) -> int:
             return checksum([self._read(name, range(row, row + 1)) for row in self._sampled(shard)])
 
-        return {name: [of_shard(name, shard) for shard in range(self.plan.layout.ring_size)] for name in self.names}
+        return {name: [of_shard(name, shard) for shard in self.shards] for name in self.names}
 
     def _read(self, name: str, rows: range) -> Tensor:
         return read_rows(self.source, name, rows, range(self.source.shape.heads_of(name)))
 
     def _sampled(self, shard: int) -> list[int]:
-        return sampled_rows(self.span(shard), max(ROWS_OF_A_SHARD, ROWS_IN_ALL // self.plan.layout.ring_size))
+        return sampled_rows(self.span(shard), max(SAMPLED_ROWS_PER_SHARD, SAMPLED_ROWS // len(self.shards)))
 
     def packing_of(self, parcel: Parcel) -> Packing:
         plan = self.plan
         return packing_from_sequence(parcel, plan.pattern, plan.documents, plan.layout, plan.sizes.kv_heads)
 
     def settings(self, call: str, sink: Sink) -> dict[str, Any]:
-        """What a run that goes on must have in common with the one that was interrupted."""
+        """What a resumed run must have in common with the interrupted one."""
         return {
             "call": call,
             "seq_len": self.plan.layout.rows,
             "pattern": self.plan.pattern.text,
             "causal": self.plan.causal,
             "lengths": list(self.plan.documents.lengths),
-            "shards": self.plan.layout.ring_size,
+            "shards": len(self.shards),
             "rows": str(self.source.shape),
             "sink": type(sink).__name__,
             "scale": self.scale,
@@ -257,100 +128,33 @@ class Job:
         }
 
 
-class ShardNotes:
-    """Notes each finished shard, with the time since the one before, and tells whoever wants to know."""
-
-    def __init__(self, job: Job, finished: Progress, count: int, on_shard: Callable[[ShardDone], None] | None) -> None:
-        self.job, self.finished, self.count, self.on_shard = job, finished, count, on_shard
-        self.resumed = len(finished.finished)
-        self._last = time.perf_counter()
-        self._parcel_bytes: dict[int, int] = {}  # of shards that are computed and not yet written
-
-    @contextmanager
-    def counting_parcels(self, shard: int) -> Iterator[None]:
-        """While this lasts, a shard is computed."""
-        before = self.job.counters.bytes_received
-        yield
-        self._parcel_bytes[shard] = self.job.counters.bytes_received - before
-
-    def done(self, step: str, shard: int, kept: dict[str, Any]) -> None:
-        """A step of the run is over and its results last; ``kept`` is what the sink wants to know when it goes on."""
-        spent, self._last = time.perf_counter() - self._last, time.perf_counter()
-        self.finished.finish(step, kept, spent, self._parcel_bytes.pop(shard))
-        if self.on_shard is not None:
-            rows = len(self.job.span(shard))
-            self.on_shard(ShardDone(shard, len(self.finished.finished), self.count, rows, spent))
-
-    def streamed(self) -> Streamed:
-        """What the whole run did."""
-        done = self.finished
-        return Streamed(self.count, self.resumed, done.seconds, done.parcel_bytes, self.job.counters.peak_bytes)
-
-
 def make_job(
-    source: Source,
-    seq_len: int,
-    pattern: Pattern,
-    *,
-    causal: bool,
-    scale: float | None,
-    lengths: Sequence[int] | None,
-    budget_bytes: int,
-    shards: int | None,
-    progress: Path | None,
-    device: torch.device | str,
-    kernel: str | None,
-    backward: bool,
+    source: Source, seq_len: int, pattern: Pattern, options: StreamOptions, *, progress: Path | None, backward: bool
 ) -> Job:
-    """Check everything, and cut the sequence into shards that fit the budget."""
-    seq_len, shape, device = as_int("seq_len", seq_len), source.shape, torch.device(device)
+    """Validate all arguments and split the sequence into shards that fit the budget.
+
+    The number of shards is that of the options or, by default, of the run in the progress file, or the fewest that fit.
+    """
+    seq_len, shape, device = as_int("seq_len", seq_len), source.shape, torch.device(options.device)
     if seq_len < 1:
-        raise ValueError(f"seq_len={seq_len}: a sequence has at least 1 row")
+        raise ValueError(f"seq_len={seq_len}: must be at least 1")
     if torch.is_autocast_enabled(device.type):
-        raise ValueError("torch.autocast is on: streaming takes rows in the dtype of their source; leave it before")
-    chosen = kernels.choose(device, shape.dtype).kernel if kernel is None else kernels.get(kernel)
-    refusal = chosen.contract.refusal(device.type, shape.dtype, shape.head_dim)
-    if refusal:
-        raise ValueError(f"kernel {chosen.name!r}: {refusal}, or name another kernel, such as kernel='reference'")
-    factor = shape.head_dim**-0.5 if scale is None else scale
-    wide = accumulation_dtype(shape.dtype)
-    if isinstance(factor, bool) or not isinstance(factor, (int, float)):
-        raise TypeError(f"scale={scale!r}: must be a number")
-    if not abs(factor) <= torch.finfo(wide).max:  # NaN too
-        raise ValueError(f"scale={scale}: must be finite in {wide}, the dtype of the scores")
+        raise ValueError("torch.autocast is on: streaming computes in the dtype of the source; exit autocast first")
+    like_q = torch.empty(0, shape.head_dim, dtype=shape.dtype, device=device)
+    kernel, scale = kernel_for(options.kernel, like_q), scale_for(options.scale, like_q)
+    check_pattern(pattern, shape.kv_heads)
+    shards, budget_bytes = options.shards, options.budget_bytes
     if shards is not None and not 1 <= as_int("shards", shards) <= seq_len:
-        raise ValueError(f"shards={shards}: must lie in 1 .. {seq_len}, so that each has rows")
-    plan_with = _planner(shape_of=source, seq_len=seq_len, pattern=pattern, causal=causal, lengths=lengths)
-    begun = shards_begun_with(progress)
-    way_out = "leave shards out, or give more"
-    if shards is None:
-        way_out = f"the run in {progress} was begun with so many: give more, or delete it to start over"
-        shards = begun or fewest_shards(plan_with, WORKSPACE_BYTES, budget_bytes, backward=backward)
-    needed = held_bytes(plan_with(shards), WORKSPACE_BYTES, backward=backward)
-    if needed > budget_bytes:
-        raise ValueError(
-            f"shards={shards}: a run would hold {needed:,} bytes, more than budget_bytes={budget_bytes:,}; {way_out}"
-        )
-    names = ("grad_out", *INPUTS, "out", "lse") if backward else INPUTS
-    return Job(source, names, plan_with(shards), float(factor), chosen, device, Counters())
-
-
-def _planner(
-    shape_of: Source, seq_len: int, pattern: Pattern, causal: bool, lengths: Sequence[int] | None
-) -> Callable[[int], RingPlan]:
-    shape = shape_of.shape
-    if not isinstance(pattern, (Full, Dilated)):
-        raise TypeError(f"pattern={pattern!r}: must be Dilated(segment_lengths, dilation_rates) or Full()")
-    pattern.check_heads(shape.kv_heads)
-    lengths = None if lengths is None else tuple(lengths)
+        raise ValueError(f"shards={shards}: must be in 1 .. {seq_len}, so that each has rows")
+    lengths = document_lengths(options.lengths, options.cu_seqlens, seq_len)
 
     def plan_with(shards: int) -> RingPlan:
-        return price_plan(
+        return plan(
             pattern,
             seq_len,
             ring_size=shards,
             layout="contiguous",
-            causal=causal,
+            causal=options.causal,
             routing="direct",
             lengths=lengths,
             batch=shape.batch,
@@ -360,4 +164,196 @@ def _planner(
             dtype=shape.dtype,
         )
 
-    return plan_with
+    way_out = "use more shards, or omit shards="
+    if shards is None:
+        way_out = f"the run in {progress} began with this many. Raise the budget, or delete the file to start over"
+        begun = _shards_of_run(progress)
+        shards = begun or fewest_shards(plan_with, WORKSPACE_BYTES, budget_bytes, backward=backward)
+    needed = held_bytes(plan_with(shards), WORKSPACE_BYTES, backward=backward)
+    if needed > budget_bytes:
+        raise ValueError(
+            f"shards={shards}: a run would hold {needed:,} bytes, more than budget_bytes={budget_bytes:,}; {way_out}"
+        )
+    names = ("grad_out", *INPUTS, *OUTPUTS) if backward else INPUTS
+    return Job(source, names, plan_with(shards), scale, kernel, device, Counters())
+
+
+def fewest_shards(plan_with: Callable[[int], RingPlan], workspace: int, budget_bytes: int, *, backward: bool) -> int:
+    """The fewest shards, a power of two, that fit the budget; ``plan_with(shards)`` is the plan of that many.
+
+    A power of two, since the segment lengths of most patterns are: shard boundaries then cut fewer segments.
+    """
+    rows = plan_with(1).layout.rows
+    shards = 1
+    while shards < ENOUGH_TO_OVERLAP and rows // (2 * shards) >= MIN_ROWS_TO_OVERLAP:
+        shards *= 2
+    while (needed := held_bytes(plan_with(shards), workspace, backward=backward)) > budget_bytes:
+        if 2 * shards > rows:
+            raise ValueError(
+                f"budget_bytes={budget_bytes:,}: even {shards:,} shards of a row or two need {needed:,} bytes; "
+                "raise the budget to that, or stream fewer heads or a smaller batch"
+            )
+        shards *= 2
+    return shards
+
+
+def held_bytes(plan: RingPlan, workspace: int, *, backward: bool = False) -> int:
+    """The peak memory of a run: one shard being computed, the rows of the next, the results of the previous one.
+
+    Results count twice: as tensors, and as pages of the file that they are written to.
+    """
+    sizes = plan.sizes
+    last = plan.layout.ring_size - 1
+    ranks = sorted({0, last // 2, last})  # shards differ by a row, and by how many boundaries cut them
+    computed = max(plan.memory(rank, backward=backward).total for rank in ranks)
+    query = sizes.batch * sizes.heads * sizes.head_dim * sizes.number_bytes
+    keys_and_values = 2 * sizes.batch * sizes.kv_heads * sizes.head_dim * sizes.number_bytes
+    lse = sizes.batch * sizes.heads * sizes.wide_bytes
+    if backward:
+        row = (3 * query + keys_and_values + lse) + 2 * (query + keys_and_values)
+    else:
+        row = (query + keys_and_values) + 2 * (query + lse)
+    rows = -(-plan.layout.rows // plan.layout.ring_size)
+    return computed + row * (rows if last else 0) + workspace + OVERHEAD_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class ShardDone:
+    """Reported after each shard: its number, how many of all are finished, and how long this one took."""
+
+    shard: int
+    finished: int
+    shards: int
+    rows: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class StreamSummary:
+    """The totals of a run: its shards, how many of them an earlier run had finished, and their cost.
+
+    ``parcel_bytes`` were read for shards that do not own them; in backward they include the gradients returned to their
+    owners. ``peak_bytes`` is the most that computing a shard held in this process, without the rows read ahead and the
+    results being written.
+    """
+
+    shards: int
+    resumed: int
+    seconds: float
+    parcel_bytes: int
+    peak_bytes: int
+
+
+class RunProgress:
+    """The finished steps of a run, stored in a journal; without a path, only in memory.
+
+    Raises ValueError if the file belongs to another run: first ``settings`` are compared with those stored, then the
+    fingerprint of the inputs.
+    """
+
+    def __init__(
+        self, path: Path | None, settings: dict[str, Any], take_fingerprint: Callable[[], Fingerprint]
+    ) -> None:
+        self._journal: Journal | None = None
+        self.inputs: Fingerprint = {}  # empty without a path
+        self.finished: dict[str, dict[str, Any]] = {}  # step -> record of the sink
+        self.seconds, self.parcel_bytes = 0.0, 0  # of all finished steps, in this process and earlier
+        if path is None:
+            return
+        lines = read_journal(path)
+        if lines:
+            self._load(path, lines, settings, take_fingerprint)
+        elif path.exists() and not _FIRST_BYTES.startswith(path.read_bytes()[: len(_FIRST_BYTES)]):
+            raise ValueError(_not_a_progress_file(path))
+        self._journal = Journal(path)
+        if not lines:
+            self.inputs = take_fingerprint()
+            self._journal.append({"run": settings, "inputs": self.inputs})
+
+    def _load(
+        self, path: Path, lines: list[Any], settings: dict[str, Any], take_fingerprint: Callable[[], Fingerprint]
+    ) -> None:
+        stored = _settings_of_run(path, lines)
+        for name in {**stored, **settings}:
+            if stored.get(name) != settings.get(name):
+                raise ValueError(
+                    f"{path} belongs to a run with {name}={stored.get(name)!r}, but this one has "
+                    f"{settings.get(name)!r}: resume with the same settings, or use another file"
+                )
+        try:
+            self.finished = {line["finished"]: line["record"] for line in lines[1:]}
+            self.seconds = sum(line["seconds"] for line in lines[1:])
+            self.parcel_bytes = sum(line["parcel_bytes"] for line in lines[1:])
+            known = dict(lines[0]["inputs"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(_not_a_progress_file(path)) from error
+        self.inputs = take_fingerprint()
+        differing = [name for name, sums in self.inputs.items() if sums != known.get(name)]
+        if differing:
+            raise ValueError(
+                f"{path} belongs to a run with other inputs: {', '.join(differing)} differ; "
+                f"resume with the same inputs, or delete {path} to start over"
+            )
+
+    def finish(self, step: str, record: dict[str, Any], seconds: float, parcel_bytes: int) -> None:
+        """A step is complete and durable; the sink gets ``record`` back when the run resumes."""
+        self.finished[step] = record
+        self.seconds += seconds
+        self.parcel_bytes += parcel_bytes
+        if self._journal is not None:
+            line = {"finished": step, "seconds": seconds, "parcel_bytes": parcel_bytes, "record": record}
+            self._journal.append(line)
+
+
+class ShardReporter:
+    """Records each finished shard, with the time since the previous one, and calls ``on_shard``."""
+
+    def __init__(
+        self, job: Job, progress: RunProgress, steps: int, on_shard: Callable[[ShardDone], None] | None
+    ) -> None:
+        self.job, self.progress, self.steps, self.on_shard = job, progress, steps, on_shard
+        self.resumed = len(progress.finished)
+        self._last = time.perf_counter()
+        self._parcel_bytes: dict[int, int] = {}  # of shards that are computed but not yet written
+
+    @contextmanager
+    def counting_parcels(self, shard: int) -> Iterator[None]:
+        """Attribute the parcels received in this context to a shard."""
+        before = self.job.counters.bytes_received
+        yield
+        self._parcel_bytes[shard] = self.job.counters.bytes_received - before
+
+    def done(self, step: str, shard: int, record: dict[str, Any]) -> None:
+        """A step is complete and its results are durable; ``record`` is what the sink returned for it."""
+        spent, self._last = time.perf_counter() - self._last, time.perf_counter()
+        self.progress.finish(step, record, spent, self._parcel_bytes.pop(shard))
+        if self.on_shard is not None:
+            rows = len(self.job.span(shard))
+            self.on_shard(ShardDone(shard, len(self.progress.finished), self.steps, rows, spent))
+
+    def summary(self) -> StreamSummary:
+        done = self.progress
+        return StreamSummary(self.steps, self.resumed, done.seconds, done.parcel_bytes, self.job.counters.peak_bytes)
+
+
+def check_sink(sink: Sink, *, backward: bool) -> None:
+    """Raise if tensors of the sink have names that the run does not write."""
+    if isinstance(sink, TensorRows):
+        sink.check_names(GRADIENTS if backward else OUTPUTS)
+
+
+def _shards_of_run(path: Path | None) -> int | None:
+    """The number of shards of the run in a progress file; None if there is none."""
+    lines = read_journal(path) if path is not None else []
+    return int(_settings_of_run(path, lines)["shards"]) if path is not None and lines else None
+
+
+def _settings_of_run(path: Path, lines: list[Any]) -> dict[str, Any]:
+    run = lines[0].get("run") if isinstance(lines[0], dict) else None
+    if not isinstance(run, dict) or not isinstance(run.get("shards"), int):
+        raise ValueError(_not_a_progress_file(path))
+    return run
+
+
+def _not_a_progress_file(path: Path) -> str:
+    return f"{path} is not a progress file: use another path"

@@ -1,91 +1,131 @@
-"""A sink that keeps a digest of everything, and some rows that were named beforehand: results larger than any disk.
+"""Sinks: where results go. A callback per shard, or a checksum for results larger than any disk.
 
-The digest of a shard is the SHA-256 of its bytes; the digest of a run is that of its shards' digests, in order. A run
-that was killed and went on has the digest of one that was not.
+`ringspan.streaming.TensorRows` writes to tensors, `create_numpy` and `create_safetensors` to files.
 """
 
 from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from ringspan.streaming.sources import seq_dim
+
+
+class Sink(Protocol):
+    """Receives results. One thread calls it, shard by shard, when a shard is complete."""
+
+    def write(self, name: str, start: int, rows: Tensor) -> None:
+        """Rows from ``start`` on of ``"out"`` and ``"lse"``, or of ``"dq"``, ``"dk"`` and ``"dv"``, in host memory."""
+
+    def finish(self) -> dict[str, Any]:
+        """The shard is complete: make everything written so far durable.
+
+        Returns a record of JSON values, which is stored in the progress file with the shard.
+        """
+
+    def resume(self, records: Sequence[dict[str, Any]]) -> None:
+        """Continue an interrupted run; ``records`` is what `finish` returned for each finished shard, in that order."""
+
+
+@dataclass(frozen=True)
+class CallbackSink:
+    """Calls ``consume(name, start, rows)`` for each tensor of a finished shard.
+
+    The effect must be durable when it returns, since a resumed run continues with the next shard. If the run was killed
+    at that moment, the shard is delivered again, with the same ``start`` and the same rows.
+    """
+
+    consume: Callable[[str, int, Tensor], None]
+
+    def write(self, name: str, start: int, rows: Tensor) -> None:
+        self.consume(name, start, rows)
+
+    def finish(self) -> dict[str, Any]:
+        return {}
+
+    def resume(self, records: Sequence[dict[str, Any]]) -> None:
+        """Nothing is kept."""
+
 
 @dataclass(frozen=True, slots=True, order=True)
-class Place:
+class QueryPosition:
     """A row of the sequence and a query head."""
 
     row: int
     head: int
 
 
-class DigestedRows:
-    """Digests shards, and keeps the output and the lse at some places, so that they can be compared later.
+class ChecksumSink:
+    """Keeps a checksum of all results, and the output and lse at chosen positions.
 
-    >>> sink = DigestedRows([Place(row=2, head=1)])
+    The checksum of a shard is the SHA-256 of its bytes; that of a run is the SHA-256 of the shards' checksums in order.
+    A run that was killed and resumed has the same checksum as one that was not.
+
+    >>> sink = ChecksumSink([QueryPosition(row=2, head=1)])
     >>> sink.write("out", 0, torch.ones(1, 4, 2, 8)); sink.write("lse", 0, torch.zeros(1, 2, 4))
-    >>> note = sink.finish()
+    >>> record = sink.finish()
     >>> sink.read("out", range(2, 3), range(1, 2)).shape
     torch.Size([1, 1, 1, 8])
     """
 
-    def __init__(self, keep: Iterable[Place] = ()) -> None:
-        self._places = sorted(set(keep))
-        self._kept: dict[tuple[str, Place], list[Any]] = {}
+    def __init__(self, keep: Iterable[QueryPosition] = ()) -> None:
+        self._positions = sorted(set(keep))
+        self._kept: dict[tuple[str, QueryPosition], list[Any]] = {}
         self._shards: dict[int, str] = {}
-        self._begin()
+        self._start_shard()
 
-    def _begin(self) -> None:
-        self._digest, self._start, self._stop = hashlib.sha256(), -1, -1
-        self._new: list[tuple[str, Place]] = []
+    def _start_shard(self) -> None:
+        self._sha256, self._start, self._stop = hashlib.sha256(), -1, -1
+        self._new: list[tuple[str, QueryPosition]] = []
 
     def write(self, name: str, start: int, rows: Tensor) -> None:
         self._start = start
-        self._digest.update(rows.contiguous().view(torch.uint8).numpy().data)
-        self._stop = start + rows.shape[2 if name == "lse" else 1]
-        for place in self._places_between(start, self._stop):
-            row = place.row - start
-            found = rows[:, place.head, row] if name == "lse" else rows[:, row, place.head]
-            self._kept[name, place] = found.tolist()
-            self._new.append((name, place))
+        self._sha256.update(rows.contiguous().view(torch.uint8).numpy().data)
+        self._stop = start + rows.shape[seq_dim(name)]
+        for position in self._positions_between(start, self._stop):
+            row = position.row - start
+            found = rows[:, position.head, row] if name == "lse" else rows[:, row, position.head]
+            self._kept[name, position] = found.tolist()
+            self._new.append((name, position))
 
     def finish(self) -> dict[str, Any]:
-        self._shards[self._start] = self._digest.hexdigest()
-        kept = [[name, place.row, place.head, self._kept[name, place]] for name, place in self._new]
-        note = {"start": self._start, "stop": self._stop, "sha256": self._shards[self._start], "kept": kept}
-        self._begin()
-        return note
+        self._shards[self._start] = self._sha256.hexdigest()
+        kept = [[name, position.row, position.head, self._kept[name, position]] for name, position in self._new]
+        record = {"start": self._start, "stop": self._stop, "sha256": self._shards[self._start], "kept": kept}
+        self._start_shard()
+        return record
 
-    def resume(self, notes: Sequence[dict[str, Any]]) -> None:
-        for note in notes:
-            self._shards[note["start"]] = note["sha256"]
-            self._kept |= {(name, Place(row, head)): values for name, row, head, values in note["kept"]}
-            kept = {Place(row, head) for _, row, head, _ in note["kept"]}
-            for place in self._places_between(note["start"], note["stop"]):
-                if place not in kept:
+    def resume(self, records: Sequence[dict[str, Any]]) -> None:
+        for record in records:
+            self._shards[record["start"]] = record["sha256"]
+            self._kept |= {(name, QueryPosition(row, head)): values for name, row, head, values in record["kept"]}
+            kept = {QueryPosition(row, head) for _, row, head, _ in record["kept"]}
+            for position in self._positions_between(record["start"], record["stop"]):
+                if position not in kept:
                     raise ValueError(
-                        f"row {place.row}, head {place.head} was not kept by the run that is gone on with: "
-                        "name the same places, or start another run"
+                        f"row {position.row}, head {position.head} was not kept by the run that is resumed: "
+                        "keep the same positions, or start another run"
                     )
 
-    def _places_between(self, start: int, stop: int) -> list[Place]:
-        first, last = (bisect_left(self._places, Place(row, 0)) for row in (start, stop))
-        return self._places[first:last]
+    def _positions_between(self, start: int, stop: int) -> list[QueryPosition]:
+        first, last = (bisect_left(self._positions, QueryPosition(row, 0)) for row in (start, stop))
+        return self._positions[first:last]
 
     @property
-    def digest(self) -> str:
-        """Of everything that is finished so far."""
+    def checksum(self) -> str:
+        """Of all shards that are finished so far."""
         return hashlib.sha256("".join(self._shards[start] for start in sorted(self._shards)).encode()).hexdigest()
 
     def read(self, name: str, rows: range, heads: range) -> Tensor:
-        """A kept place, as a source would give it: (batch, 1, 1, dim), and lse (batch, 1, 1)."""
-        place = Place(rows.start, heads.start)
-        if len(rows) != 1 or len(heads) != 1 or (name, place) not in self._kept:
-            raise ValueError(f"{name} at rows {rows}, heads {heads} was not kept: name it when the sink is made")
-        kept = torch.tensor(self._kept[name, place], dtype=torch.float64)
+        """The values at one kept position, as a source returns them: (batch, 1, 1, head_dim); lse (batch, 1, 1)."""
+        position = QueryPosition(rows.start, heads.start)
+        if len(rows) != 1 or len(heads) != 1 or (name, position) not in self._kept:
+            raise ValueError(f"{name} at rows {rows}, heads {heads} was not kept: pass it to ChecksumSink(keep=...)")
+        kept = torch.tensor(self._kept[name, position], dtype=torch.float64)
         return kept[:, None, None]

@@ -1,6 +1,6 @@
-"""Reading, computing and writing at the same time: while an item is computed, the next is read and the last is written.
+"""How shards get their rows: a pipeline that overlaps I/O with compute, and a transport that reads parcels.
 
-At most one item is ahead and one behind, so that memory is bounded by three.
+Where a rank of a ring receives a parcel from a peer, a shard reads it from the source, in another thread.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from ringspan.planning import Message, Packing, Parcel, RankPlan
 from ringspan.ring.transport import Counters, Messages
 from ringspan.schedule import parcel_rows
-from ringspan.streaming.sources import Source, keep_rows_memory, read_rows
+from ringspan.streaming.sources import Source, read_rows, reuse_row_buffers
 from ringspan.views import comb_view
 
 Rows = TypeVar("Rows")
@@ -27,9 +27,9 @@ Arguments = ParamSpec("Arguments")
 
 
 def without_gradients(do: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """The same function for another thread: no graph is recorded there, and inference mode is as it is here.
+    """Wrap a function for another thread: without autograd, and with the inference mode of this thread.
 
-    Both modes belong to a thread. A new one records, and may not write to the inference tensors of its caller.
+    Both modes are per thread. A new thread would record a graph, and could not write to its caller's inference tensors.
     """
     is_inference = torch.is_inference_mode_enabled()
 
@@ -46,19 +46,23 @@ def run_pipeline(
     compute: Callable[[int, Rows], Results],
     write: Callable[[int, Results], None],
 ) -> None:
-    """Read, compute and write each item, in order. The first error ends everything, and is raised here."""
+    """Read, compute and write each item, in order. Meanwhile the next item is read and the previous one written.
+
+    At most one item is ahead and one behind, so memory is bounded by three. The first error stops the pipeline and is
+    raised here.
+    """
     read, write = without_gradients(read), without_gradients(write)
     with (
-        keep_rows_memory(),
+        reuse_row_buffers(),
         ThreadPoolExecutor(1, "read ahead") as reader,
         ThreadPoolExecutor(1, "write behind") as writer,
     ):
         ahead = reader.submit(read, items[0]) if items else None
         behind: Future[None] | None = None
-        for place, item in enumerate(items):
+        for i, item in enumerate(items):
             assert ahead is not None
             rows = ahead.result()
-            ahead = reader.submit(read, items[place + 1]) if place + 1 < len(items) else None
+            ahead = reader.submit(read, items[i + 1]) if i + 1 < len(items) else None
             results = compute(item, rows)
             del rows
             if behind is not None:
@@ -69,19 +73,19 @@ def run_pipeline(
             behind.result()
 
 
-class Gradients(Protocol):
-    """Where gradients of parcels wait until their owner is walked."""
+class GradientStore(Protocol):
+    """Keeps gradients of parcels until the shard that owns the parcel is computed."""
 
     def put(self, parcel: Parcel, gradient: Tensor) -> None:
-        """The gradient of a parcel that this shard received."""
+        """Store the gradient of a parcel that this shard received."""
 
     def take(self, message: Message, into: Tensor) -> None:
-        """The gradient of an own parcel, from the shard that used it."""
+        """Read the gradient of a parcel of this shard, from the shard that used it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """What a walk sends and awaits at once: parcels, which are only awaited here, or gradients of parcels."""
+    """The messages of one `send_receive`: parcels, which are only received here, or gradients of parcels."""
 
     sends: tuple[Message, ...] = ()
     receives: tuple[Message, ...] = ()
@@ -89,64 +93,65 @@ class Transfer:
 
 
 def without_sends(plan: RankPlan) -> RankPlan:
-    """A shard's plan: nobody awaits its parcels, since each reads what it needs from the source."""
+    """The plan of a shard: it sends no parcels, since each shard reads what it needs from the source."""
     return replace(plan, hops=tuple(replace(hop, sends=()) for hop in plan.hops))
 
 
 def forward_transfers(plan: RankPlan) -> Iterator[Transfer]:
-    """The transfers of a forward run, in order: each hop's parcels, and an empty one at the end."""
+    """The transfers of a forward run, in order: the parcels of each hop, then an empty one."""
     for hop in plan.hops[1:]:
         yield Transfer(receives=hop.receives)
     yield Transfer()
 
 
 def backward_transfers(plan: RankPlan) -> Iterator[Transfer]:
-    """The transfers of a backward run: the parcels of each hop, then the gradients of the one before."""
+    """The transfers of a backward run: the parcels of each hop, then the gradients of the previous hop."""
     for parcels, hop in zip(forward_transfers(plan), plan.hops, strict=True):
         yield parcels
         yield Transfer(hop.gradients_out, hop.gradients_in, of_gradients=True)
 
 
 class SourceTransport:
-    """One shard's access to the rows of all others."""
+    """One shard's access to the rows of all other shards."""
 
     def __init__(
         self,
         source: Source,
         packing_of: Callable[[Parcel], Packing],
-        posts: Iterator[Transfer],
+        transfers: Iterator[Transfer],
         reader: Executor,
         counters: Counters,
-        gradients: Gradients | None = None,
+        gradients: GradientStore | None = None,
     ) -> None:
-        self._source, self._packing_of, self._posts, self._reader = source, packing_of, deque(posts), reader
+        self._source, self._packing_of, self._reader = source, packing_of, reader
+        self._transfers = deque(transfers)
         self.counters, self._gradients = counters, gradients
 
     def send_receive(self, sends: Messages, receives: Messages, label: str) -> ReadingWork:
-        post = self._posts.popleft()
+        transfer = self._transfers.popleft()
         self.counters.count(sends, receives)
-        _check_sizes(label, post.sends, sends)
-        _check_sizes(label, post.receives, receives)
+        _check_sizes(label, transfer.sends, sends)
+        _check_sizes(label, transfer.receives, receives)
         if not (sends or receives):
             return ReadingWork(())
-        return ReadingWork([self._reader.submit(without_gradients(self._move), post, sends, receives)])
+        return ReadingWork([self._reader.submit(without_gradients(self._move), transfer, sends, receives)])
 
-    def _move(self, post: Transfer, sends: Messages, receives: Messages) -> None:
-        if not post.of_gradients:
-            for message, (_, buffer) in zip(post.receives, receives, strict=True):
+    def _move(self, transfer: Transfer, sends: Messages, receives: Messages) -> None:
+        if not transfer.of_gradients:
+            for message, (_, buffer) in zip(transfer.receives, receives, strict=True):
                 self._read_parcel(message.parcel, buffer)
             return
         if self._gradients is None:
-            raise RuntimeError("gradients of parcels are posted, but there is nowhere to keep them")
-        for message, (_, buffer) in zip(post.sends, sends, strict=True):
+            raise RuntimeError("the plan sends gradients of parcels, but the transport has no store for them")
+        for message, (_, buffer) in zip(transfer.sends, sends, strict=True):
             self._gradients.put(message.parcel, buffer)
-        for message, (_, buffer) in zip(post.receives, receives, strict=True):
+        for message, (_, buffer) in zip(transfer.receives, receives, strict=True):
             self._gradients.take(message, buffer)
 
     def _read_parcel(self, parcel: Parcel, buffer: Tensor) -> None:
         for rows, places in self._packing_of(parcel).combs:
             for name, x in zip(("k", "v"), parcel_rows(buffer, 1), strict=True):
-                lanes = comb_view(x, places)  # (batch, 1, heads, 1, rows, dim)
+                lanes = comb_view(x, places)  # (batch, 1, heads, 1, rows, head_dim)
                 for i in range(rows.heads):
                     start = rows.start + i * rows.head_step
                     progression = range(start, start + (rows.rows - 1) * rows.step + 1, rows.step)
@@ -157,17 +162,17 @@ class SourceTransport:
 
 @dataclass(frozen=True)
 class ReadingWork:
-    """Parcels that a thread is reading."""
+    """Parcels or gradients that another thread is transferring."""
 
-    readings: Sequence[Future[None]]
+    futures: Sequence[Future[None]]
 
     def wait(self) -> None:
-        for reading in self.readings:
-            reading.result()
+        for future in self.futures:
+            future.result()
 
 
 def _check_sizes(label: str, planned: Sequence[Message], posted: Messages) -> None:
-    """A run that posts other messages than its plan would be filled with the wrong rows: an error instead."""
+    """Raise if a run sends or receives other messages than planned: its buffers would get the wrong rows."""
     wanted, found = [m.parcel.rows for m in planned], [buffer.shape[2] for _, buffer in posted]
     if wanted != found:
         raise RuntimeError(f"{label}: the plan has messages of {wanted} rows, but {found} were posted")

@@ -19,10 +19,10 @@ import torch
 from ringspan.geometry import Dilated, Pattern
 from ringspan.runtime.device import Cpu
 from ringspan.runtime.files import Journal, read_journal, write_atomic
-from ringspan.streaming import CountedRows, DigestedRows, RowShape, ShardDone, stream_attention
-from ringspan.streaming.job import Job, make_job
+from ringspan.streaming import ChecksumSink, RowShape, ShardDone, SyntheticSource, stream_attention
+from ringspan.streaming.job import Job, StreamOptions, make_job
 from ringspan.tools.measure import describe_machine
-from ringspan.tools.spot_check import Proof, draw_strata, prove
+from ringspan.tools.spot_check import SpotCheck, draw_strata, spot_check
 
 RESERVE_BYTES = 256 * 2**20  # of a process's budget: plans, samples, and what allocators hold on to
 
@@ -68,7 +68,7 @@ class Demonstration:
     parcel_bytes: int
     peak_bytes: int
     digest: str
-    proof: Proof
+    proof: SpotCheck
     machine: dict[str, str | int | float]
 
     @property
@@ -103,16 +103,16 @@ def demonstrate(
     on_proof: Callable[[int], None],
     on_place: Callable[[], None],
 ) -> Demonstration:
-    """Stream, digest and prove; goes on with what is in the folder.
+    """Stream, digest and spot_check; goes on with what is in the folder.
 
     ``on_proof`` is told how many places will be computed anew, ``on_place`` is called after each.
     """
     folder.mkdir(parents=True, exist_ok=True)
     shape = RowShape(settings.heads, settings.kv_heads, settings.dim, getattr(torch, settings.dtype))
-    source = CountedRows(shape, settings.seed)
+    source = SyntheticSource(shape, settings.seed)
     job = _job(settings, source, folder)
     strata = draw_strata(job.plan, anywhere=settings.anywhere, each=settings.each, seed=settings.seed)
-    sink = DigestedRows(place for stratum in strata for place in stratum.places)
+    sink = ChecksumSink(place for stratum in strata for place in stratum.places)
     log = Journal(folder / "log.jsonl", durable=False)
 
     def shard_done(done: ShardDone) -> None:
@@ -131,7 +131,7 @@ def demonstrate(
         on_shard=shard_done,
     )
     on_proof(len({place for stratum in strata for place in stratum.places}))
-    proof = prove(source, sink, job.plan, strata, scale=job.scale, on_place=on_place)
+    proof = spot_check(source, sink, job.plan, strata, scale=job.scale, on_place=on_place)
     lines = read_journal(log.path)
     found = Demonstration(
         settings,
@@ -140,7 +140,7 @@ def demonstrate(
         steady_seconds_per_token(lines) if lines else streamed.seconds / settings.tokens,
         streamed.parcel_bytes,
         max([Cpu().peak_bytes(), *(line["peak_bytes"] for line in lines)]),
-        sink.digest,
+        sink.checksum,
         proof,
         describe_machine(),
     )
@@ -153,24 +153,13 @@ def steady_seconds_per_token(log: Sequence[dict[str, Any]]) -> float:
     return statistics.median(line["seconds"] / line["rows"] for line in log)
 
 
-def _job(settings: Settings, source: CountedRows, folder: Path) -> Job:
+def _job(settings: Settings, source: SyntheticSource, folder: Path) -> Job:
     """The shards that leave room for what the process holds already."""
     held = Cpu().peak_bytes() + RESERVE_BYTES
     if settings.budget_bytes <= held:
         raise ValueError(
             f"budget_bytes={settings.budget_bytes:,}: Python, torch and a reserve take {held:,} of it; give more"
         )
-    return make_job(
-        source,
-        settings.tokens,
-        settings.pattern,
-        causal=settings.causal,
-        scale=None,
-        lengths=None,
-        budget_bytes=settings.budget_bytes - held,
-        shards=None,
-        progress=folder / "progress.jsonl",
-        device="cpu",
-        kernel=None,
-        backward=False,
-    )
+    options = StreamOptions(causal=settings.causal, budget_bytes=settings.budget_bytes - held)
+    progress = folder / "progress.jsonl"
+    return make_job(source, settings.tokens, settings.pattern, options, progress=progress, backward=False)

@@ -55,7 +55,7 @@ class Network:
         return self.latency + size / (self.bandwidth_across if across else self.bandwidth)
 
 
-class Clock:
+class RehearsalClock:
     """Time as the rank would have seen it: measured while it works, computed while it waits.
 
     Each link carries one flight after the other.
@@ -106,7 +106,7 @@ class StandInTransport:
     def __init__(self, rank: int, network: Network, device: torch.device, synchronize: Callable[[], None]) -> None:
         self.rank, self.network, self.counters, self.synchronize = rank, network, Counters(), synchronize
         self._pool = torch.randn(_POOL_NUMBERS, generator=torch.Generator().manual_seed(0)).to(device)
-        self.clock = Clock(network)
+        self.clock = RehearsalClock(network)
 
     def send_receive(self, sends: Messages, receives: Messages, label: str) -> StandInWork:
         self.synchronize()
@@ -140,7 +140,7 @@ class StandInWork:
 
 
 @dataclass(frozen=True, slots=True)
-class PassFigures:
+class PassMetrics:
     """One pass of a rank: seconds of work are measured, seconds of waiting computed, bytes and messages counted."""
 
     working: float
@@ -156,7 +156,7 @@ class PassFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class Rehearsed:
+class RehearsedRank:
     """What one rank did. ``peak_growth`` is by how much the process grew, as the system reports it, rows included.
 
     ``foreign_cores`` are those that other programs kept busy meanwhile; ``disturbed`` if seconds of work say little.
@@ -167,8 +167,8 @@ class Rehearsed:
     tiles: int
     hops: int
     work: int
-    forward: PassFigures
-    backward: PassFigures | None
+    forward: PassMetrics
+    backward: PassMetrics | None
     peak_growth: int
     bytes_as_planned: bool
     foreign_cores: float
@@ -188,7 +188,7 @@ class Rehearsed:
         return self.forward.waiting + (self.backward.waiting if self.backward else 0.0)
 
 
-def rehearse_rank(plan: RingPlan, rank: int, network: Network, dtype: torch.dtype, *, backward: bool) -> Rehearsed:
+def rehearse_rank(plan: RingPlan, rank: int, network: Network, dtype: torch.dtype, *, backward: bool) -> RehearsedRank:
     """Run one rank's plan; best in a process of its own (`ringspan.runtime.launch`), so that its memory is its own.
 
     Raises nothing that a real rank would not raise; a rank that does not fit runs out of memory here as well.
@@ -199,7 +199,7 @@ def rehearse_rank(plan: RingPlan, rank: int, network: Network, dtype: torch.dtyp
         figures, growth = device.peak_growth(lambda: _run(plan, rank, network, dtype, backward, device))
     own = plan.rank(rank)
     wanted = [plan.bytes_sent(rank), plan.bytes_sent(rank, backward=True)]
-    return Rehearsed(
+    return RehearsedRank(
         rank=rank,
         rows=own.rows,
         tiles=len(own.tiles),
@@ -216,7 +216,7 @@ def rehearse_rank(plan: RingPlan, rank: int, network: Network, dtype: torch.dtyp
 
 def _run(
     plan: RingPlan, rank: int, network: Network, dtype: torch.dtype, backward: bool, device: Device
-) -> list[PassFigures]:
+) -> list[PassMetrics]:
     own, sizes = plan.rank(rank), plan.sizes
     kernel = kernels.choose(device.device, dtype).kernel
     scale = sizes.head_dim**-0.5
@@ -246,11 +246,11 @@ def _run(
     return figures
 
 
-def _figures(transport: StandInTransport) -> PassFigures:
+def _figures(transport: StandInTransport) -> PassMetrics:
     transport.synchronize()
     with transport.clock.aside():
         counted = transport.counters
-    return PassFigures(
+    return PassMetrics(
         transport.clock.working,
         transport.clock.waiting,
         counted.bytes_sent,
@@ -279,11 +279,11 @@ def _synchronize_for(device: Device) -> Callable[[], None]:
 class RehearsedRing:
     """Rehearsed ranks by the reason for which they were chosen, and the most work that the plan gives to any rank."""
 
-    ranks: dict[str, Rehearsed]
+    ranks: dict[str, RehearsedRank]
     most_work: int
 
     @property
-    def slowest(self) -> Rehearsed:
+    def slowest(self) -> RehearsedRank:
         return max(self.ranks.values(), key=lambda rank: rank.seconds)
 
     @property
@@ -332,10 +332,10 @@ def rehearse_ring(
     backward: bool,
     threads: int,
     timeout_seconds: float,
-    on_rank: Callable[[str, Rehearsed], None] | None = None,
+    on_rank: Callable[[str, RehearsedRank], None] | None = None,
 ) -> RehearsedRing:
     """Rehearse some ranks, one after the other, each in a fresh process with so many threads."""
-    found: dict[str, Rehearsed] = {}
+    found: dict[str, RehearsedRank] = {}
     for reason, rank in ranks.items():
         (found[reason],) = run_local_ranks(
             1, _task, plan, rank, network, dtype, backward, threads=threads, timeout_seconds=timeout_seconds
@@ -345,5 +345,5 @@ def rehearse_ring(
     return RehearsedRing(found, max(plan.work(rank) for rank in plan.sample))
 
 
-def _task(plan: RingPlan, rank: int, network: Network, dtype: torch.dtype, backward: bool) -> Rehearsed:
+def _task(plan: RingPlan, rank: int, network: Network, dtype: torch.dtype, backward: bool) -> RehearsedRank:
     return rehearse_rank(plan, rank, network, dtype, backward=backward)

@@ -21,7 +21,7 @@ from ringspan.geometry import Comb, Documents, Pattern
 from ringspan.kernels import accumulation_dtype
 from ringspan.layout import Span
 from ringspan.planning import RingPlan, Tile
-from ringspan.streaming import Place, Source
+from ringspan.streaming import QueryPosition, Source
 
 
 def keys_seen(
@@ -59,7 +59,7 @@ class Stratum:
 
     name: str
     population: int
-    places: tuple[Place, ...]
+    places: tuple[QueryPosition, ...]
 
     @property
     def is_covered(self) -> bool:
@@ -83,14 +83,14 @@ def draw_strata(plan: RingPlan, *, anywhere: int = 1000, each: int = FEWEST, see
     chance = random.Random(seed)
     heads, rows = plan.sizes.heads, plan.layout.rows
     whole = chance.sample(range(rows * heads), min(anywhere, rows * heads))
-    strata = [Stratum(EVERYWHERE, rows * heads, tuple(Place(*divmod(i, heads)) for i in whole))]
+    strata = [Stratum(EVERYWHERE, rows * heads, tuple(QueryPosition(*divmod(i, heads)) for i in whole))]
     by_tile, by_hop, borders = _candidates(plan)
     for name, combs in [*sorted(by_tile.items()), *((f"hop {hop}", found) for hop, found in sorted(by_hop.items()))]:
         strata.append(_draw(name, plan, combs, each, chance))
     for name, border_rows in borders.items():
         population = len(border_rows) * heads
         drawn = chance.sample(range(population), min(each, population))
-        places = tuple(Place(border_rows[i // heads], i % heads) for i in drawn)
+        places = tuple(QueryPosition(border_rows[i // heads], i % heads) for i in drawn)
         strata.append(Stratum(name, population, places))
     return strata
 
@@ -124,7 +124,7 @@ def _kind(tile: Tile) -> str:
 def _draw(name: str, plan: RingPlan, combs: Combs, each: int, chance: random.Random) -> Stratum:
     group = plan.sizes.heads // plan.sizes.kv_heads
     ends = list(accumulate(comb.size * group for _, comb in combs))
-    places: dict[Place, None] = {}  # combs of one rank may overlap: a place counts once
+    places: dict[QueryPosition, None] = {}  # combs of one rank may overlap: a place counts once
     drawn = chance.sample(range(ends[-1]), min(4 * each, ends[-1]))
     for number in drawn:
         which = bisect_right(ends, number)
@@ -134,14 +134,14 @@ def _draw(name: str, plan: RingPlan, combs: Combs, each: int, chance: random.Ran
     return Stratum(name, population, tuple(places)[:each])
 
 
-def _place(plan: RingPlan, rank: int, comb: Comb, number: int, group: int) -> Place:
+def _place(plan: RingPlan, rank: int, comb: Comb, number: int, group: int) -> QueryPosition:
     """One place of a comb of a rank's rows, by its number: heads of a group, then rows, segments and KV heads."""
     number, in_group = divmod(number, group)
     number, row = divmod(number, comb.rows)
     head, segment = divmod(number, comb.segments)
     local = comb.start + head * comb.head_step + segment * comb.stride + row * comb.step
     (span,) = (s for s in plan.layout.spans(rank) if s.local <= local < s.local + s.stop - s.start)
-    return Place(local - span.local + span.start, (comb.head + head) * group + in_group)
+    return QueryPosition(local - span.local + span.start, (comb.head + head) * group + in_group)
 
 
 _ROWS_AT_A_TIME = 2**16
@@ -171,7 +171,7 @@ class Exact:
 
 
 def recompute(
-    source: Source, place: Place, pattern: Pattern, documents: Documents, *, causal: bool, scale: float
+    source: Source, place: QueryPosition, pattern: Pattern, documents: Documents, *, causal: bool, scale: float
 ) -> Exact:
     """Attention at one place, from the definition."""
     shape = source.shape
@@ -216,7 +216,7 @@ def _cut(rows: range) -> list[range]:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class StratumResult:
     """One stratum: how many places, how many of them wrong, and the largest errors, also over what is allowed."""
 
     name: str
@@ -230,10 +230,10 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Proof:
+class SpotCheck:
     """What the samples showed. ``samples`` and ``wrong`` count different places; one may belong to several strata."""
 
-    findings: tuple[Finding, ...]
+    findings: tuple[StratumResult, ...]
     samples: int
     wrong: int
     most_keys: int
@@ -274,7 +274,7 @@ class Proof:
         }
 
 
-def prove(
+def spot_check(
     source: Source,
     results: Results,
     plan: RingPlan,
@@ -282,9 +282,9 @@ def prove(
     *,
     scale: float,
     on_place: Callable[[], None] | None = None,
-) -> Proof:
+) -> SpotCheck:
     """Compare what was computed with fp64, at every place of every stratum."""
-    found: dict[Place, tuple[float, float, float]] = {}
+    found: dict[QueryPosition, tuple[float, float, float]] = {}
     most_keys = 0
     for place in sorted({place for stratum in strata for place in stratum.places}):
         exact = recompute(source, place, plan.pattern, plan.documents, causal=plan.causal, scale=scale)
@@ -296,7 +296,7 @@ def prove(
     for stratum in strata:
         errors = [found[place] for place in stratum.places]
         findings.append(
-            Finding(
+            StratumResult(
                 stratum.name,
                 stratum.population,
                 len(errors),
@@ -306,10 +306,10 @@ def prove(
             )
         )
     wrong = sum(ratio > 1 for _, _, ratio in found.values())
-    return Proof(tuple(findings), len(found), wrong, most_keys)
+    return SpotCheck(tuple(findings), len(found), wrong, most_keys)
 
 
-def _errors(results: Results, place: Place, exact: Exact) -> tuple[float, float, float]:
+def _errors(results: Results, place: QueryPosition, exact: Exact) -> tuple[float, float, float]:
     """Errors of output and lse, and the larger one over what is allowed; a NaN is as wrong as can be."""
     rows, heads = range(place.row, place.row + 1), range(place.head, place.head + 1)
     out = _off_by(results.read("out", rows, heads)[:, 0, 0].double(), exact.out)
