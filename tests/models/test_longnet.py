@@ -38,7 +38,7 @@ def test_an_encoder_sees_both_ways_and_takes_embeddings() -> None:
     assert (model(x)[:, 0] != before[:, 0]).any()
 
 
-def test_the_number_of_parameters_is_foretold() -> None:
+def test_config_counts_parameters() -> None:
     for name in ("nano", "tiny"):
         for tied in (False, True):
             config = LongNetConfig.named(name, tie_embeddings=tied, kv_heads=1)
@@ -53,15 +53,15 @@ def test_a_simulated_ring_changes_nothing(size: int) -> None:
     assert ring.item() == pytest.approx(alone.item(), abs=1e-12)
 
 
-def test_a_length_without_its_ring_is_refused() -> None:
+def test_a_wrong_seq_len_is_refused() -> None:
     model, tokens = LongNet(LongNetConfig.named("nano")), torch.zeros(1, 50, dtype=torch.int64)
     for call in (model, lambda x, **options: model.loss(x, x, **options)):
-        with pytest.raises(ValueError, match="seq_len=100, but there are 50 rows: without a ring they are the same"):
+        with pytest.raises(ValueError, match="seq_len=100, but there are 50 rows"):
             call(tokens, seq_len=100)
     assert model(tokens, seq_len=50).shape == (1, 50, 64)
 
 
-def test_layers_that_are_computed_again_give_the_same_gradients_and_attend_once() -> None:
+def test_checkpointed_layers_give_the_same_gradients_and_attend_once() -> None:
     model, tokens = LongNet(NANO).double(), text()
     model.loss(tokens, tokens).backward()
     kept = {name: grad.clone() for name, grad in gradients(model).items()}
@@ -88,7 +88,7 @@ def test_every_second_layer_is_shifted() -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_saved_model_comes_back(tmp_path, tied: bool) -> None:  # type: ignore[no-untyped-def]
+def test_save_and_load(tmp_path, tied: bool) -> None:  # type: ignore[no-untyped-def]
     model, tokens = LongNet(LongNetConfig.named("nano", tie_embeddings=tied)), text()
     model.save_pretrained(tmp_path)
     again = LongNet.from_pretrained(tmp_path)
@@ -123,3 +123,33 @@ def test_unknown_names_and_settings_are_refused() -> None:
         LongNetConfig.named("huge")
     with pytest.raises(ValueError, match="unknown settings deepness"):
         LongNetConfig.from_json('{"deepness": 3}')
+
+
+@pytest.mark.parametrize("ring", [None, rs.SimulatedRing(3)])
+def test_packed_documents_equal_documents_on_their_own(ring: rs.SimulatedRing | None) -> None:
+    model, tokens = LongNet(NANO).double(), torch.randint(256, (1, 90))
+    wanted = torch.cat([model(tokens[:, :50]), model(tokens[:, 50:])], 1)
+    for documents in (dict(lengths=(50, 40)), dict(cu_seqlens=torch.tensor([0, 50, 90], dtype=torch.int32))):
+        found = model(tokens, ring=ring, **documents)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    targets = tokens.roll(-1, 1)
+    packed = model.loss(tokens, targets, ring=ring, cu_seqlens=(0, 50, 90))
+    shares = model.loss(tokens[:, :50], targets[:, :50]) * 50 + model.loss(tokens[:, 50:], targets[:, 50:]) * 40
+    torch.testing.assert_close(packed, shares / 90, rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match="cu_seqlens ends with 80"):
+        model(tokens, ring=ring, cu_seqlens=(0, 80))
+
+
+def test_other_offsets_do_not_recompile() -> None:
+    model, tokens, graphs = LongNet(NANO), torch.randint(256, (1, 90)), []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> object:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    for middle in (50, 20, 1):
+        offsets = torch.tensor([0, middle, 90])
+        found = compiled(tokens, cu_seqlens=offsets)
+        torch.testing.assert_close(found, model(tokens, cu_seqlens=offsets), rtol=0, atol=1e-5)
+    assert len(graphs) == 1

@@ -1,3 +1,8 @@
+"""`DilatedAttention` and `MultiheadDilatedAttention` against `rs.attention` and the oracle."""
+
+import inspect
+from typing import Any
+
 import pytest
 import torch
 
@@ -7,7 +12,9 @@ from ringspan.oracle import dense_attention
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_module_is_the_function(is_causal: bool) -> None:
-    layer = rs.nn.DilatedAttention([8, 32], [1, 2], softmax_scale=0.3, head_offsets="blocked", shift=3)
+    layer = rs.nn.DilatedAttention(
+        segment_lengths=[8, 32], dilation_rates=[1, 2], scale=0.3, head_offsets="blocked", shift=3
+    )
     q, k, v = torch.randn(3, 2, 50, 4, 8, dtype=torch.float64).unbind()
     pattern = rs.Dilated((8, 32), (1, 2), head_offsets="blocked", shift=3)
     assert torch.equal(layer(q, k, v, is_causal), rs.attention(q, k, v, pattern=pattern, causal=is_causal, scale=0.3))
@@ -47,20 +54,18 @@ def test_initialisation_follows_magneto() -> None:
         assert torch.count_nonzero(proj.bias) == 0
 
 
-def test_names_of_parameters_are_those_of_the_other_package() -> None:
-    layer = rs.nn.MultiheadDilatedAttention(32, 4, [1, 2], [8, 32])  # rates first, as there
+def test_parameter_names_are_those_of_dilated_attention_pytorch() -> None:
+    layer = rs.nn.MultiheadDilatedAttention(32, 4, dilation_rates=[1, 2], segment_lengths=[8, 32])
     names = {name for name, _ in layer.named_parameters()}
     projections = {f"{p}_proj.{kind}" for p in ("q", "k", "v", "out") for kind in ("weight", "bias")}
     assert names == projections | {"norm.weight", "norm.bias"}
     assert layer.attention.pattern == rs.Dilated((8, 32), (1, 2))
 
 
-def test_refusals() -> None:
-    with pytest.raises(
-        ValueError, match=r"attention_dropout=0.1: dropout on attention weights is not supported, because"
-    ):
-        rs.nn.DilatedAttention([8], [1], attention_dropout=0.1)
-    with pytest.raises(ValueError, match=r"dropout=0.1: dropout"):
+def test_bad_arguments_raise() -> None:
+    with pytest.raises(ValueError, match=r"attention_dropout=0\.1"):
+        rs.nn.DilatedAttention(segment_lengths=[8], dilation_rates=[1], attention_dropout=0.1)
+    with pytest.raises(ValueError, match=r"dropout=0\.1"):
         rs.nn.MultiheadDilatedAttention(32, 4, segment_lengths=[8], dilation_rates=[1], dropout=0.1)
     with pytest.raises(ValueError, match="num_heads=5: must divide embed_dim=32"):
         rs.nn.MultiheadDilatedAttention(32, 5, segment_lengths=[8], dilation_rates=[1])
@@ -77,3 +82,44 @@ def test_modules_print_and_copy() -> None:
     spread = rs.nn.MultiheadDilatedAttention(32, 4, segment_lengths=[8], dilation_rates=[1], ring=ring)
     assert copy.deepcopy(spread).attention.ring is ring
     assert "ring=SimulatedRing(2, layout='zigzag', routing='relay')" in repr(spread)
+
+
+def test_layers_take_the_pattern_by_keyword_in_one_order() -> None:
+    names = ["segment_lengths", "dilation_rates", "head_offsets", "shift", "scale", "kernel", "ring"]
+    for layer in (rs.nn.DilatedAttention, rs.nn.MultiheadDilatedAttention):
+        parameters = inspect.signature(layer.__init__).parameters
+        keywords = [name for name, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY]
+        assert keywords[: len(names)] == names
+
+
+@pytest.mark.parametrize("ring", [None, rs.SimulatedRing(3)])
+@pytest.mark.parametrize(
+    "documents", [dict(lengths=(20, 0, 30)), dict(cu_seqlens=(0, 20, 20, 50)), dict(cu_seqlens=torch.tensor([0, 50]))]
+)
+def test_layers_take_packed_documents_and_the_length(ring: rs.SimulatedRing | None, documents: dict[str, Any]) -> None:
+    layer = rs.nn.DilatedAttention(segment_lengths=[8, 32], dilation_rates=[1, 2], ring=ring)
+    q, k, v = torch.randn(3, 1, 50, 2, 8, dtype=torch.float64).unbind()
+    lengths = documents.get("lengths", (20, 0, 30) if len(documents.get("cu_seqlens", ())) == 4 else (50,))
+    wanted, _ = dense_attention(q, k, v, pattern=layer.pattern, causal=True, lengths=lengths)
+    found = layer(q, k, v, is_causal=True, seq_len=50, **documents)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    multihead = rs.nn.MultiheadDilatedAttention(
+        16, 2, segment_lengths=[8, 32], dilation_rates=[1, 2], ring=ring, dtype=torch.float64
+    )
+    x = torch.randn(1, 50, 16, dtype=torch.float64)
+    by_lengths = multihead(x, x, x, is_causal=True, seq_len=50, lengths=lengths)[0]
+    assert torch.equal(multihead(x, x, x, is_causal=True, **documents)[0], by_lengths)
+
+
+def test_masks_are_refused_with_a_way_out() -> None:
+    layer = rs.nn.MultiheadDilatedAttention(32, 4, segment_lengths=[8], dilation_rates=[1])
+    x = torch.randn(1, 10, 32)
+    with pytest.raises(ValueError, match=r"attn_mask=a Tensor: not supported.*is_causal"):
+        layer(x, x, x, attn_mask=torch.ones(10, 10))
+    with pytest.raises(ValueError, match=r"key_padding_mask=a Tensor.*lengths="):
+        layer(x, x, x, key_padding_mask=torch.ones(1, 10))
+    with pytest.raises(ValueError, match="need_weights=True"):
+        layer(x, x, x, need_weights=True)
+    with pytest.raises(TypeError, match="bias: not an argument"):
+        layer(x, x, x, bias=1)
+    assert layer(x, x, x, attn_mask=None, need_weights=False)[1] is None

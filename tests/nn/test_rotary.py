@@ -53,13 +53,13 @@ def test_bad_sizes_are_named() -> None:
         with pytest.raises(ValueError, match=f"base={base}: must be positive and finite"):
             rs.nn.GridRotary((4, 4), 8, base=base)
     for wrong in (torch.ones(1, 16, 8), torch.ones(1, 16, 1, 8, dtype=torch.int64)):
-        with pytest.raises(ValueError, match=r"must be floating-point numbers \(batch, rows, heads, head_dim\)"):
+        with pytest.raises(ValueError, match=r"must be floating point"):
             rs.nn.GridRotary((4, 4), 8)(wrong)
     with pytest.raises(TypeError, match="shape=4: must be a sequence of ints"):
         rs.nn.GridRotary(4, 8)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="head_dim=5: must be even and at least 4"):
         rs.nn.GridRotary((4, 4), 5)
-    with pytest.raises(ValueError, match="head_dim=4: must be even and at least 6, a pair"):
+    with pytest.raises(ValueError, match="head_dim=4: must be even and at least 6"):
         rs.nn.GridRotary((4, 4, 4), 4)
     with pytest.raises(ValueError, match=r"15 rows, but RowMajor.* has 16 cells"):
         rs.nn.GridRotary((4, 4), 8)(torch.ones(1, 15, 1, 8))

@@ -1,6 +1,6 @@
-"""Models built on the public surface: `LongNet`, a transformer for long sequences, and `Decoder`, which writes with it.
+"""`LongNet`, a transformer for long sequences; `Decoder`, which generates text with it; and `LongNetConfig`.
 
-The configuration needs no torch.
+The configuration imports without torch.
 """
 
 from typing import TYPE_CHECKING, Any

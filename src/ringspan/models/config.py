@@ -1,4 +1,4 @@
-"""The shape of a LongNet: sizes, patterns, and the named ones."""
+"""`LongNetConfig`: sizes and patterns of a LongNet, the named sizes, and the files of a saved model."""
 
 from __future__ import annotations
 
@@ -9,40 +9,41 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ringspan.geometry import Dilated, Full, HeadOffsets, Pattern
+from ringspan.runtime.files import atomic_path, write_atomic
 from ringspan.runtime.settings import check_types, setting, settings_from_json
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+
 
 @dataclass(frozen=True)
 class LongNetConfig:
-    """Everything that decides a LongNet's weights and what it computes.
+    """Sizes and options of a LongNet. They determine its weights and its results.
 
     >>> LongNetConfig.named("tiny").layers
     4
     """
 
-    vocab_size: int = setting(256, "Tokens it knows; 256 are bytes.")
-    layers: int = setting(4, "Layers of attention and MLP.")
-    width: int = setting(128, "Numbers in a token's hidden state.")
-    heads: int = setting(4, "Query heads; they divide the width.")
-    kv_heads: int = setting(4, "Heads of keys and values; they divide the heads.")
+    vocab_size: int = setting(256, "Vocabulary size; 256 for bytes.")
+    layers: int = setting(4, "Number of layers, each attention and MLP.")
+    width: int = setting(128, "Width of the hidden states.")
+    heads: int = setting(4, "Query heads; must divide the width.")
+    kv_heads: int = setting(4, "KV heads; must divide the query heads.")
     mlp_width: int = setting(384, "Inner width of the gated MLP.")
-    segment_lengths: tuple[int, ...] = setting((1024, 4096, 16384), "Segments of the pattern; none is plain attention.")
-    dilation_rates: tuple[int, ...] = setting((1, 4, 16), "Rate of each segment length.")
-    head_offsets: HeadOffsets = setting("interleaved", "How heads share the rows of a segment.")
-    alternate_shift: bool = setting(
-        True, "Shift borders by half the shortest segment in every second layer, so that no border stays a wall."
-    )
-    causal: bool = setting(True, "A decoder, which predicts the next token; otherwise an encoder.")
+    segment_lengths: tuple[int, ...] = setting((1024, 4096, 16384), "Segment lengths; empty for full attention.")
+    dilation_rates: tuple[int, ...] = setting((1, 4, 16), "Dilation rate of each segment length.")
+    head_offsets: HeadOffsets = setting("interleaved", "Offsets of KV heads: interleaved or blocked.")
+    alternate_shift: bool = setting(True, "Shift segment borders by half the shortest segment in every second layer.")
+    causal: bool = setting(True, "A decoder, which predicts the next token; false for an encoder.")
     rotary_base: float = setting(500_000.0, "The longest rotary wavelength is about 6 times this many tokens.")
-    norm_eps: float = setting(1e-5, "What norms add to a mean square.")
+    norm_eps: float = setting(1e-5, "Epsilon of the norms.")
     tie_embeddings: bool = setting(False, "Use the embedding as the output head.")
 
     def __post_init__(self) -> None:
         for name in ("segment_lengths", "dilation_rates"):
-            if isinstance(getattr(self, name), list):  # as JSON has them
+            if isinstance(getattr(self, name), list):  # JSON has no tuples
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         check_types(self)
         for name in ("vocab_size", "layers", "width", "heads", "kv_heads", "mlp_width"):
@@ -53,7 +54,7 @@ class LongNetConfig:
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads={self.kv_heads}: must divide heads={self.heads}")
         if self.head_dim % 2:
-            raise ValueError(f"width / heads = {self.head_dim}: must be even, for rotary positions")
+            raise ValueError(f"width / heads = {self.head_dim}: must be even for rotary embeddings")
         if not self.rotary_base > 0:
             raise ValueError(f"rotary_base={self.rotary_base}: must be positive")
         if self.norm_eps < 0:
@@ -65,7 +66,7 @@ class LongNetConfig:
         return self.width // self.heads
 
     def pattern_of(self, layer: int) -> Pattern:
-        """The pattern of a layer; every second one is shifted, if the configuration says so."""
+        """The pattern of a layer. With ``alternate_shift``, every second layer is shifted."""
         if not self.segment_lengths:
             return Full()
         shift = min(self.segment_lengths) // 2 if self.alternate_shift and layer % 2 else 0
@@ -73,7 +74,7 @@ class LongNetConfig:
 
     @property
     def parameters(self) -> int:
-        """How many weights the model has."""
+        """Number of weights of the model."""
         kv_width = self.head_dim * self.kv_heads
         attention = 2 * self.width * (self.width + kv_width)
         layer = attention + 3 * self.width * self.mlp_width + 2 * self.width
@@ -82,7 +83,7 @@ class LongNetConfig:
 
     @staticmethod
     def named(name: str, **changes: Any) -> LongNetConfig:
-        """One of the named sizes, with changes if wanted."""
+        """A named size, with optional changes."""
         if name not in NAMED:
             raise ValueError(f"size {name!r}: must be one of {', '.join(NAMED)}")
         return dataclasses.replace(NAMED[name], **changes)
@@ -92,7 +93,7 @@ class LongNetConfig:
 
     @staticmethod
     def from_json(text: str) -> LongNetConfig:
-        """The configuration that `to_json` wrote; a key that we do not know is an error, not a silence."""
+        """Read the output of `to_json`. Unknown keys are an error."""
         return LongNetConfig(**settings_from_json(LongNetConfig, text))
 
 
@@ -112,36 +113,32 @@ NAMED = {
 }
 
 
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
-
-
 def save_weights(folder: Path, config: str, weights: dict[str, Tensor]) -> None:
-    """Write a model, whole or not at all. Tensors that share memory (tied embeddings) are written for each name."""
+    """Write config.json and model.safetensors atomically. Tied weights are written once for each name."""
     from safetensors import SafetensorError  # noqa: PLC0415
     from safetensors.torch import save_file  # noqa: PLC0415
 
     folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / f"{WEIGHTS}.writing"
-    try:
-        save_file({name: weight.detach().cpu().clone().contiguous() for name, weight in weights.items()}, unfinished)
-    except SafetensorError as error:
-        unfinished.unlink(missing_ok=True)
-        raise OSError(f"{folder / WEIGHTS}: cannot be written ({error})") from error
-    (folder / CONFIG).write_text(config)
-    unfinished.replace(folder / WEIGHTS)
+    copies = {name: weight.detach().cpu().clone().contiguous() for name, weight in weights.items()}
+    with atomic_path(folder / WEIGHTS, unique=False) as temporary:
+        try:
+            save_file(copies, temporary)
+        except SafetensorError as error:
+            raise OSError(f"{folder / WEIGHTS}: cannot be written ({error})") from error
+        write_atomic(folder / CONFIG, config, durable=False)
 
 
 def load_weights(folder: Path) -> tuple[str, dict[str, Tensor]]:
-    """The configuration and the weights in a folder."""
+    """Read the configuration and the weights of a saved model."""
     from safetensors import SafetensorError  # noqa: PLC0415
     from safetensors.torch import load_file  # noqa: PLC0415
 
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise FileNotFoundError(
-                f"{folder / name}: not there; a saved model is a folder with {CONFIG} and {WEIGHTS}"
+                f"{folder / name}: no such file; a saved model is a folder with {CONFIG} and {WEIGHTS}"
             )
     try:
         return (folder / CONFIG).read_text(), load_file(folder / WEIGHTS)
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{folder / WEIGHTS}: cannot be read ({error}); is it whole?") from error
+        raise ValueError(f"{folder / WEIGHTS}: cannot be read ({error}); the file may be truncated") from error

@@ -1,7 +1,7 @@
-"""A LongNet that writes: it reads prompts, and then goes on token by token with caches of bounded size.
+"""`Decoder`: generates text with a LongNet, token by token, with caches of bounded size.
 
-Over a ring the prompts are read by all ranks, each its rows. Then every rank goes on alone with the same tokens, or, if
-the caches are sharded, together with the others.
+Over a ring, each rank reads its rows of the prompts. Then every rank decodes the same tokens on its own or, with
+sharded caches, together with the others.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ringspan.models.longnet import LongNet
 
 
 class Decoder:
-    """Texts that a model goes on with, side by side.
+    """Generates a batch of texts with a model.
 
     Args:
         model: a causal `LongNet`.
-        batch: how many texts.
-        ring: reads prompts over a `Ring`; every rank makes the same calls with the same tokens.
-        sharded: leaves the caches sharded over the ring, for those that do not fit one device.
+        batch: number of texts.
+        ring: splits prompts over a `Ring`. Every rank makes the same calls with the same tokens.
+        sharded: shards the caches over the ring, for caches that do not fit one device.
 
     >>> from ringspan.models import LongNetConfig
     >>> decoder = Decoder(LongNet(LongNetConfig.named("nano")))
@@ -36,24 +36,24 @@ class Decoder:
 
     def __init__(self, model: LongNet, batch: int = 1, *, ring: rs.Ring | None = None, sharded: bool = False) -> None:
         if ring is not None and not isinstance(ring, rs.Ring):
-            raise TypeError(f"ring is a {type(ring).__name__}: must be a Ring, or None to read alone")
+            raise TypeError(f"ring is a {type(ring).__name__}: must be a Ring, or None for one device")
         if sharded and ring is None:
-            raise ValueError("sharded=True without a ring: give the ring that the caches are sharded over")
+            raise ValueError("sharded=True without a ring: pass ring=")
         self.model, self.ring = model, ring
         self.caches = model.new_caches(batch, ring if sharded else None)
 
     @torch.no_grad()
     def read(self, prompts: Sequence[Tensor]) -> Tensor:
-        """Take in a prompt of any length for each text, int64; the logits (batch, vocabulary) of what comes next.
+        """Read a prompt of any length for each text, 1-D int64. Returns logits (batch, vocabulary) of the next token.
 
-        Alone, texts may be given more to read at any time; over a ring, prompts begin them.
+        On one device, texts can read more at any time. Over a ring, prompts can only start a text.
         """
         for i, prompt in enumerate(prompts):
             self._check_tokens(f"prompts[{i}]", prompt)
         counts = tuple(len(prompt) for prompt in prompts)
         if len(counts) != self.caches[0].batch or 0 in counts:
             raise ValueError(
-                f"prompts of {counts} tokens: give one of at least 1 token for each of {self.caches[0].batch} texts"
+                f"prompts of {counts} tokens: pass one with at least 1 token for each of {self.caches[0].batch} texts"
             )
         if len(set(counts)) == 1:
             tokens, lengths = torch.stack([*prompts]), None
@@ -73,7 +73,7 @@ class Decoder:
 
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
-        """Take in one token of each text, (batch,); the logits (batch, vocabulary) of the next."""
+        """Append one token to each text, (batch,). Returns logits (batch, vocabulary) of the next token."""
         self._check_tokens("tokens", tokens)
         if tokens.shape != (self.caches[0].batch,):
             raise ValueError(
@@ -82,11 +82,11 @@ class Decoder:
         return self.model.logits(self.model(tokens[:, None], caches=self.caches)[:, 0])
 
     def stream(self, prompts: Sequence[Tensor], choose: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
-        """Read, then write without end: the next token of each text, (batch,), as ``choose(logits)`` has it."""
+        """Read the prompts, then yield tokens (batch,) without end, each chosen by ``choose(logits)``."""
         logits = self.read(prompts)
         while True:
             tokens = choose(logits)
-            if self.ring is not None:  # ranks on different machines might round differently: one of them decides
+            if self.ring is not None:  # logits may round differently on other machines: rank 0 decides
                 dist.broadcast(tokens, dist.get_global_rank(self.ring.group, 0), group=self.ring.group)
             yield tokens
             logits = self.step(tokens)
@@ -94,35 +94,35 @@ class Decoder:
     def _check_tokens(self, name: str, tokens: Tensor) -> None:
         if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int32, torch.int64):
             kind = tokens.dtype if isinstance(tokens, Tensor) else f"a {type(tokens).__name__}"
-            raise TypeError(f"{name} is {kind}: must be a tensor of int64")
+            raise TypeError(f"{name} is {kind}: must be an int64 tensor")
         if tokens.dim() != 1:
             raise ValueError(f"{name} has shape {tuple(tokens.shape)}: must have one dimension")
 
     def reset(self) -> None:
-        """Forget every text, to read others; the memory is kept."""
+        """Drop all texts. Keeps the memory of the caches."""
         for cache in self.caches:
             cache.reset()
 
     @property
     def cache_bytes(self) -> int:
-        """Memory of all layers' caches on this device."""
+        """Bytes of the caches of all layers on this device."""
         return sum(cache.nbytes for cache in self.caches)
 
     @property
     def rows_held(self) -> int:
-        """The most rows that a KV head of a text holds in a layer, here and now."""
+        """The largest number of rows that any KV head of any text and layer holds now, on this rank."""
         heads = range(self.model.config.kv_heads)
         texts = range(self.caches[0].batch)
         return max(cache.rows_held(text, head) for cache in self.caches for text in texts for head in heads)
 
 
 def _rows_of_ring(hidden: Tensor, wanted: list[tuple[int, int]], n: int, ring: rs.Ring) -> Tensor:
-    """Some (text, row) of hidden states that are spread over a ring, on every rank."""
+    """Hidden states of some (text, row) pairs, gathered on every rank of the ring."""
     found = hidden.new_zeros((len(wanted), hidden.shape[-1]))
     spans = ring.layout_of(n).spans(ring.rank)
     for i, (text, row) in enumerate(wanted):
         for span in spans:
             if span.start <= row < span.stop:
                 found[i] = hidden[text, span.local + row - span.start]
-    dist.all_reduce(found, group=ring.group)  # one rank has each row; the others add 0
+    dist.all_reduce(found, group=ring.group)  # one rank holds each row; the others add 0
     return found

@@ -1,4 +1,4 @@
-"""Where the rows of a call lie: on which ring, in which documents, after which tokens that caches have seen."""
+"""`LongNet`: a decoder or encoder with dilated attention, on one device or over a ring."""
 
 from __future__ import annotations
 
@@ -18,23 +18,21 @@ from ringspan.geometry import Documents
 from ringspan.models.config import LongNetConfig, load_weights, save_weights
 from ringspan.nn.cross_entropy import Gradients
 from ringspan.nn.rotary import angles, rotate
+from ringspan.validation import Lengths, packed_lengths
 
 AnyRing: TypeAlias = "rs.Ring | rs.SimulatedRing | None"
 
 
 @dataclass(frozen=True)
-class Place:
-    """What every layer needs to know of a call.
-
-    ``lengths`` are those of packed documents, and ``caches``, one for each layer, hold what came before.
-    """
+class RowContext:
+    """What every layer needs about the rows of a call: ring, packed documents, rotary angles and caches."""
 
     seq_len: int
     cosines: Tensor
     sines: Tensor
     ring: AnyRing
-    lengths: tuple[int, ...] | None
-    caches: Sequence[rs.Cache] | None
+    lengths: Tensor | None  # of packed documents, int64
+    caches: Sequence[rs.Cache] | None  # one per layer
 
 
 def positions_of(
@@ -42,52 +40,58 @@ def positions_of(
     device: torch.device,
     ring: AnyRing = None,
     seq_len: int | None = None,
-    lengths: tuple[int, ...] | None = None,
+    lengths: Tensor | None = None,
     seen: tuple[int, ...] = (0,),
 ) -> tuple[int, Tensor]:
-    """The length of the whole sequence, and the positions of the rows of this call, (rows) or (batch, rows).
+    """Length of the whole sequence, and positions of the rows of this call, (rows) or (batch, rows).
 
     Args:
-        rows: how many rows this call, on this rank, holds.
-        seen: how many tokens of each sequence came before.
+        rows: number of rows of this call on this rank.
+        lengths: lengths of packed documents, int64.
+        seen: number of tokens before these rows, per sequence.
 
     >>> positions_of(4, torch.device("cpu"), seen=(10, 20))[1].tolist()
     [[10, 11, 12, 13], [20, 21, 22, 23]]
-    >>> positions_of(5, torch.device("cpu"), lengths=(3, 2), seen=(10, 0))[1].tolist()
+    >>> positions_of(5, torch.device("cpu"), lengths=torch.tensor([3, 2]), seen=(10, 0))[1].tolist()
     [10, 11, 12, 0, 1]
     """
     if isinstance(ring, rs.Ring):
         if seq_len is None:
-            raise ValueError("seq_len is needed over a ring: the length of the whole sequence, not of this rank's rows")
+            raise ValueError("seq_len=None over a ring: pass the length of the whole sequence, not of this rank's rows")
         places = ring.positions(seq_len, device)
         if len(places) != rows:
-            raise ValueError(f"{rows} rows, but this rank holds {len(places)} of seq_len={seq_len}: give its own rows")
+            raise ValueError(
+                f"{rows} rows, but this rank holds {len(places)} of seq_len={seq_len}: pass ring.split_sequence(tokens)"
+            )
     else:
         if seq_len not in (None, rows):
-            raise ValueError(f"seq_len={seq_len}, but there are {rows} rows: without a ring they are the same")
+            raise ValueError(f"seq_len={seq_len}, but there are {rows} rows: must be equal without a ring")
         seq_len, places = rows, torch.arange(rows, device=device)
     if lengths is not None:
-        Documents(tuple(lengths)).check_rows(seq_len)
-        ends = torch.tensor(lengths, device=device).cumsum(0)
-        before = torch.tensor(seen if len(seen) == len(lengths) else [0] * len(lengths), device=device)
-        begins = ends - torch.tensor(lengths, device=device)
-        return seq_len, places + (before - begins)[torch.bucketize(places, ends, right=True)]
+        if not torch.compiler.is_compiling():  # compiled, attention checks them when it runs
+            Documents(tuple(lengths.tolist())).check_rows(seq_len)
+        lengths = lengths.to(device)
+        ends = lengths.cumsum(0)
+        before = torch.tensor(seen, device=device) if len(seen) == len(lengths) else torch.zeros_like(lengths)
+        return seq_len, places + (before - ends + lengths)[torch.bucketize(places, ends, right=True)]
     if len(set(seen)) == 1:
         return seq_len, places + seen[0]
     return seq_len, torch.tensor(seen, device=device)[:, None] + places
 
 
 def keep_attention() -> tuple[Any, Any]:
-    """Activation checkpointing that computes everything again but attention: the ring is not walked a third time."""
+    """Activation checkpointing that recompute everything except attention, so the ring does not run again."""
 
-    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def policy(state: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         kept = operator is torch.ops.ringspan.attention.default
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
 
 
-class Attention(nn.Module):
+class LongNetAttention(nn.Module):
+    """Rotary attention under the pattern of one layer."""
+
     def __init__(self, config: LongNetConfig, layer: int) -> None:
         super().__init__()
         self.config, self.layer, self.pattern = config, layer, config.pattern_of(layer)
@@ -97,31 +101,33 @@ class Attention(nn.Module):
         self.values = nn.Linear(config.width, kv_width, bias=False)
         self.output = nn.Linear(config.width, config.width, bias=False)
 
-    def forward(self, x: Tensor, place: Place) -> Tensor:
+    def forward(self, x: Tensor, context: RowContext) -> Tensor:
         q, k, v = (
             project(x).unflatten(-1, (-1, self.config.head_dim)) for project in (self.queries, self.keys, self.values)
         )
-        q, k = (rotate(y, place.cosines, place.sines) for y in (q, k))
-        return self.output(self._attend(q, k, v, place).flatten(-2))
+        q, k = (rotate(y, context.cosines, context.sines) for y in (q, k))
+        return self.output(self._attend(q, k, v, context).flatten(-2))
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, place: Place) -> Tensor:
-        if place.caches is not None:
-            cache = place.caches[self.layer]
-            if place.ring is None:
-                return rs.attention_step(q, k, v, cache, lengths=place.lengths)
-            spread: dict[str, Any] = dict(ring=place.ring, seq_len=place.seq_len, lengths=place.lengths)
-            return rs.attention_prefill(q, k, v, cache, **spread)
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: RowContext) -> Tensor:
+        if context.caches is not None:
+            cache = context.caches[self.layer]
+            if context.ring is None:
+                return rs.attention_step(q, k, v, cache, lengths=context.lengths)
+            sequence: dict[str, Any] = dict(ring=context.ring, seq_len=context.seq_len, lengths=context.lengths)
+            return rs.attention_prefill(q, k, v, cache, **sequence)
         return rs.attention(
             *(q, k, v),
             pattern=self.pattern,
             causal=self.config.causal,
-            lengths=place.lengths,
-            ring=place.ring,
-            seq_len=None if place.ring is None else place.seq_len,
+            lengths=context.lengths,
+            ring=context.ring,
+            seq_len=None if context.ring is None else context.seq_len,
         )
 
 
 class GatedMLP(nn.Module):
+    """SwiGLU."""
+
     def __init__(self, config: LongNetConfig) -> None:
         super().__init__()
         self.gate = nn.Linear(config.width, config.mlp_width, bias=False)
@@ -132,33 +138,32 @@ class GatedMLP(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
-class Layer(nn.Module):
-    """Attention, then the MLP, each added to what came in."""
+class LongNetLayer(nn.Module):
+    """Attention and MLP, each with a pre-norm and a residual connection."""
 
     def __init__(self, config: LongNetConfig, layer: int) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.width, config.norm_eps)
-        self.attention = Attention(config, layer)
+        self.attention = LongNetAttention(config, layer)
         self.mlp_norm = nn.RMSNorm(config.width, config.norm_eps)
         self.mlp = GatedMLP(config)
-        self.recomputes = False
+        self.recompute = False
 
-    def forward(self, x: Tensor, place: Place) -> Tensor:
-        if self.recomputes and torch.is_grad_enabled():
-            return checkpoint(self._compute, x, place, use_reentrant=False, context_fn=keep_attention)
-        return self._compute(x, place)
+    def forward(self, x: Tensor, context: RowContext) -> Tensor:
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(self._compute, x, context, use_reentrant=False, context_fn=keep_attention)
+        return self._compute(x, context)
 
-    def _compute(self, x: Tensor, place: Place) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), place)
+    def _compute(self, x: Tensor, context: RowContext) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), context)
         return x + self.mlp(self.mlp_norm(x))
 
 
 class LongNet(nn.Module):
     """A transformer for long sequences.
 
-    Called with tokens (batch, rows) it gives hidden states (batch, rows, width); `logits` and `loss` go on from there.
-    An encoder may be given embeddings (batch, rows, width) of its own instead. Over a `Ring`, rows are this rank's, and
-    ``seq_len`` is the length of the whole sequence.
+    Maps tokens (batch, rows), or embeddings (batch, rows, width), to hidden states (batch, rows, width). `logits` and
+    `loss` use these. Over a `Ring`, rows are this rank's, and ``seq_len`` is the length of the whole sequence.
 
     >>> model = LongNet(LongNetConfig.named("nano"))
     >>> tokens = torch.randint(256, (1, 1000))
@@ -171,7 +176,7 @@ class LongNet(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.width)
-        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.layers))
+        self.layers = nn.ModuleList(LongNetLayer(config, i) for i in range(config.layers))
         self.norm = nn.RMSNorm(config.width, config.norm_eps)
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)
         if config.tie_embeddings:
@@ -179,7 +184,7 @@ class LongNet(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal with deviation 0.02; projections back into the residual stream are smaller, by the depth."""
+        """Normal with standard deviation 0.02; smaller by sqrt(2 * layers) for projections into the residual stream."""
         into_stream = 0.02 * (2 * self.config.layers) ** -0.5
         for name, weight in self.named_parameters():
             if weight.dim() == 1:
@@ -194,24 +199,27 @@ class LongNet(nn.Module):
         *,
         ring: AnyRing = None,
         seq_len: int | None = None,
-        lengths: tuple[int, ...] | None = None,
+        lengths: Lengths | None = None,
+        cu_seqlens: Lengths | None = None,
         caches: Sequence[rs.Cache] | None = None,
     ) -> Tensor:
         """Normalised hidden states (batch, rows, width) of tokens (batch, rows) or embeddings (batch, rows, width).
 
         Args:
-            lengths: packed documents, as for `rs.attention`; positions restart in each.
-            caches: from `new_caches`: the rows go on where the caches stand, and the caches take them in. Over a ring
-                the rows are prompts, which begin a text.
+            ring, seq_len: as for `rs.attention`; ``seq_len`` is required over a `Ring`.
+            lengths, cu_seqlens: packed documents, as for `rs.attention`; positions restart in each.
+            caches: from `new_caches`: the rows continue the cached texts and are appended to the caches. Over a ring
+                the rows are prompts, and the caches must be empty.
         """
-        return self._hidden(tokens, ring, seq_len, lengths, caches)
+        whole = seq_len if isinstance(ring, rs.Ring) else tokens.shape[1]
+        return self._hidden(tokens, ring, seq_len, packed_lengths(lengths, cu_seqlens, whole), caches)
 
     def _hidden(
         self,
         tokens: Tensor,
         ring: AnyRing,
         seq_len: int | None,
-        lengths: tuple[int, ...] | None = None,
+        lengths: Tensor | None = None,
         caches: Sequence[rs.Cache] | None = None,
     ) -> Tensor:
         x = tokens if tokens.is_floating_point() else self.embedding(tokens)
@@ -221,32 +229,32 @@ class LongNet(nn.Module):
         whole, positions = positions_of(x.shape[1], x.device, ring, seq_len, lengths, seen)
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         cosines, sines = angles(positions, self.config.head_dim, self.config.rotary_base, wide)
-        place = Place(whole, cosines, sines, ring, lengths, caches)
+        context = RowContext(whole, cosines, sines, ring, lengths, caches)
         for layer in self.layers:
-            x = layer(x, place)
+            x = layer(x, context)
         return self.norm(x)
 
     def _check_caches(self, caches: Sequence[rs.Cache]) -> None:
         if len(caches) != len(self.layers) or len({id(cache) for cache in caches}) != len(caches):
             different = len({id(cache) for cache in caches})
-            raise ValueError(f"{different} caches for {len(self.layers)} layers: each needs its own; see new_caches")
+            raise ValueError(f"{different} caches for {len(self.layers)} layers: pass one per layer, from new_caches()")
         for i, cache in enumerate(caches):
             if cache.pattern != self.config.pattern_of(i):
                 raise ValueError(
-                    f"caches[{i}] has the pattern {cache.pattern}, layer {i} {self.config.pattern_of(i)}: give the "
-                    "caches of this model's new_caches, in their order"
+                    f"caches[{i}] has the pattern {cache.pattern}, layer {i} {self.config.pattern_of(i)}: pass the "
+                    "caches of this model's new_caches(), in order"
                 )
             if cache.lengths != caches[0].lengths:
                 raise ValueError(
-                    f"caches[{i}] has seen {cache.lengths} tokens, caches[0] {caches[0].lengths}: a call that was "
-                    "interrupted left them apart; reset() all of them and read the text again"
+                    f"caches[{i}] has seen {cache.lengths} tokens, caches[0] {caches[0].lengths}: an "
+                    "interrupted call advanced only some of them; reset() all and read the text again"
                 )
 
     def new_caches(self, batch: int = 1, ring: rs.Ring | None = None) -> tuple[rs.Cache, ...]:
-        """An empty cache for each layer, to decode so many texts side by side; sharded over a ring, if one is given."""
+        """One empty cache per layer, for ``batch`` texts. With a ring, the caches are sharded over it."""
         config, weight = self.config, self.embedding.weight
         if not config.causal:
-            raise ValueError("causal=False: an encoder has no next token; decoding needs a causal model")
+            raise ValueError("causal=False: decoding needs a causal model")
         return tuple(
             rs.Cache(
                 config.pattern_of(layer),
@@ -261,7 +269,7 @@ class LongNet(nn.Module):
         )
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Scores of the next token, (.., vocab_size). For a few rows: over a long sequence use `loss`, which slices."""
+        """Logits of the next token, (.., vocab_size). For a few rows; `loss` handles long sequences in slices."""
         return self.head(hidden)
 
     def loss(
@@ -271,19 +279,23 @@ class LongNet(nn.Module):
         *,
         ring: AnyRing = None,
         seq_len: int | None = None,
+        lengths: Lengths | None = None,
+        cu_seqlens: Lengths | None = None,
         group: dist.ProcessGroup | None = None,
         gradients: Gradients = "summed",
     ) -> Tensor:
         """This rank's share of the mean cross-entropy (nats) over the targets; see `rs.nn.ring_cross_entropy`."""
-        hidden = self._hidden(tokens, ring, seq_len)  # not self(..): FSDP gathers weights once a call
+        whole = seq_len if isinstance(ring, rs.Ring) else tokens.shape[1]
+        packed = packed_lengths(lengths, cu_seqlens, whole)
+        hidden = self._hidden(tokens, ring, seq_len, packed)  # not self(..): FSDP gathers weights once per call
         weight = self.head.weight
         return rs.nn.ring_cross_entropy(hidden, weight, targets, ring=ring, group=group, gradients=gradients)
 
     def checkpoint_layers(self, wanted: bool = True) -> None:
-        """Whether layers are computed again in backward instead of kept; attention's outputs are kept either way."""
+        """Whether backward recomputes the layers instead of keeping activations. Attention outputs are always kept."""
         for layer in self.layers:
-            assert isinstance(layer, Layer)
-            layer.recomputes = wanted
+            assert isinstance(layer, LongNetLayer)
+            layer.recompute = wanted
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write config.json and model.safetensors into a folder."""
@@ -291,11 +303,11 @@ class LongNet(nn.Module):
 
     @staticmethod
     def from_pretrained(folder: str | Path) -> LongNet:
-        """The model that `save_pretrained` wrote."""
+        """Load a model from the folder that `save_pretrained` wrote."""
         text, weights = load_weights(Path(folder))
         try:
             model = LongNet(LongNetConfig.from_json(text))
             model.load_state_dict(weights)
         except (RuntimeError, ValueError) as error:
-            raise ValueError(f"{folder}: not a model that fits its config.json ({error})") from error
+            raise ValueError(f"{folder}: the weights do not fit config.json ({error})") from error
         return model

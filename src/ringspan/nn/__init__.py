@@ -1,4 +1,4 @@
-"""Modules: dilated attention as torch.nn layers, rotary positions on a grid, and the loss over a ring."""
+"""Layers: dilated attention, rotary embeddings on a grid, and the cross-entropy over a ring."""
 
 from ringspan.nn.attention import DilatedAttention, MultiheadDilatedAttention
 from ringspan.nn.cross_entropy import ring_cross_entropy

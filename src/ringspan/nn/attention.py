@@ -1,8 +1,9 @@
-"""Dilated attention as a module without weights."""
+"""Dilated attention as modules: `DilatedAttention` without weights, `MultiheadDilatedAttention` with projections."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,24 +11,24 @@ from torch import Tensor, nn
 from ringspan.api import attention
 from ringspan.geometry import Dilated, HeadOffsets
 from ringspan.ring import Ring, SimulatedRing
+from ringspan.validation import Lengths
 
 
 class DilatedAttention(nn.Module):
-    """LongNet's dilated attention over q, k and v of shape (batch, seq, heads, dim).
+    """LongNet's dilated attention over q, k and v of shape (batch, seq, heads, head_dim).
 
-    Keyword names are those of ``dilated-attention-pytorch``. The meaning is LongNet's: every head goes
-    through every branch, and branches mix by their softmax denominators (docs/semantics.md); that package
-    gives each branch heads of its own and normalises by a sum.
+    Similar to the module of the same name in ``dilated-attention-pytorch``, with the semantics of the LongNet paper:
+    every head uses every branch, and branches mix by their softmax denominators (docs/semantics.md). That package
+    gives each branch its own heads and normalises by a sum.
 
     Args:
-        segment_lengths, dilation_rates: one of each for every branch.
-        softmax_scale: factor of the scores; dim ** -0.5 by default.
-        attention_dropout: must be 0 (`no_dropout` says why).
+        segment_lengths, dilation_rates: one of each per branch.
         head_offsets, shift: as in `ringspan.Dilated`.
-        kernel, ring: as in `ringspan.attention`. Over a `Ring`, q, k and v are this rank's rows.
+        scale, kernel, ring: as in `ringspan.attention`. Over a `Ring`, q, k and v are this rank's rows.
+        attention_dropout: must be 0 (see `no_dropout`).
 
     >>> import torch, ringspan as rs
-    >>> layer = rs.nn.DilatedAttention([64, 256], [1, 4])
+    >>> layer = rs.nn.DilatedAttention(segment_lengths=[64, 256], dilation_rates=[1, 4])
     >>> q, k, v = torch.randn(3, 2, 1000, 4, 16).unbind()
     >>> layer(q, k, v, is_causal=True).shape
     torch.Size([2, 1000, 4, 16])
@@ -35,68 +36,70 @@ class DilatedAttention(nn.Module):
 
     def __init__(
         self,
+        *,
         segment_lengths: Sequence[int],
         dilation_rates: Sequence[int],
-        softmax_scale: float | None = None,
-        attention_dropout: float = 0.0,
-        *,
         head_offsets: HeadOffsets = "interleaved",
         shift: int = 0,
+        scale: float | None = None,
         kernel: str | None = None,
         ring: Ring | SimulatedRing | None = None,
+        attention_dropout: float = 0.0,
     ) -> None:
         super().__init__()
         no_dropout("attention_dropout", attention_dropout)
         self.pattern = Dilated(tuple(segment_lengths), tuple(dilation_rates), head_offsets, shift)
-        self.softmax_scale = softmax_scale
+        self.scale = scale
         self.kernel = kernel
         self.ring = ring
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False) -> Tensor:
-        """Output of the shape of ``query``."""
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        is_causal: bool = False,
+        *,
+        seq_len: int | None = None,
+        lengths: Lengths | None = None,
+        cu_seqlens: Lengths | None = None,
+    ) -> Tensor:
+        """Output of the shape of ``query``. The keyword arguments are those of `ringspan.attention`."""
         return attention(
             query,
             key,
             value,
             pattern=self.pattern,
             causal=is_causal,
-            scale=self.softmax_scale,
+            scale=self.scale,
+            lengths=lengths,
+            cu_seqlens=cu_seqlens,
             kernel=self.kernel,
             ring=self.ring,
+            seq_len=seq_len,
         )
 
     def extra_repr(self) -> str:
-        return f"{self.pattern}, softmax_scale={self.softmax_scale}, kernel={self.kernel}, ring={self.ring}"
-
-
-def no_dropout(name: str, rate: float) -> None:
-    """Refuse dropout on attention weights: exactness would depend on how the work is cut into tiles."""
-    if rate:
-        raise ValueError(
-            f"{name}={rate}: dropout on attention weights is not supported, because its random mask would depend on "
-            "tiles and devices, so that no two ways to compute a layer would agree. Use 0, and torch.nn.Dropout on the "
-            "layer's output"
-        )
+        return f"{self.pattern}, scale={self.scale}, kernel={self.kernel}, ring={self.ring}"
 
 
 class MultiheadDilatedAttention(nn.Module):
     """Projections around dilated attention, with a layer norm before the output projection (MAGNETO, LongNet).
 
-    Keyword names, parameter names and initialisation are those of ``dilated-attention-pytorch``, so that its
-    users change an import; `DilatedAttention` says where the meaning differs.
+    Keyword names, parameter names and initialisation follow ``dilated-attention-pytorch``. `DilatedAttention` states
+    where the semantics differ.
 
     Args:
         embed_dim: width of the layer, a multiple of ``num_heads``.
-        num_heads: query heads.
-        dilation_rates, segment_lengths: one of each for every branch.
+        num_heads: number of query heads.
+        segment_lengths, dilation_rates, head_offsets, shift, scale, kernel, ring: as in `DilatedAttention`. Over a
+            `Ring` the weights are replicated, and each rank computes the gradients of its own rows: sum them over the
+            ring with an all-reduce. FSDP and DDP average instead, so multiply the loss by the number of ranks there.
+        kv_heads: number of heads of keys and values, a divisor of ``num_heads``; ``num_heads`` by default.
         dropout: must be 0.
-        bias: whether the projections have one.
+        bias: whether the projections have a bias.
         layer_norm, layer_norm_eps: the norm before the output projection.
-        gamma_init: gain of the value and output projections; MAGNETO makes it depend on the model's depth.
-        kv_heads: heads of keys and values, a divisor of ``num_heads``; ``num_heads`` by default.
-        head_offsets, shift, kernel, ring: as in `DilatedAttention`. Over a `Ring` the weights are replicated, and the
-            gradients of each rank are those of its own rows: sum them over the ring (an all-reduce; FSDP and DDP
-            average, so multiply the loss by the number of ranks there).
+        gamma_init: gain of the value and output projections. MAGNETO derives it from the depth of the model.
 
     >>> import torch, ringspan as rs
     >>> layer = rs.nn.MultiheadDilatedAttention(64, 4, segment_lengths=[64, 256], dilation_rates=[1, 4])
@@ -110,8 +113,15 @@ class MultiheadDilatedAttention(nn.Module):
         self,
         embed_dim: int,
         num_heads: int,
-        dilation_rates: Sequence[int],
+        *,
         segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        head_offsets: HeadOffsets = "interleaved",
+        shift: int = 0,
+        scale: float | None = None,
+        kernel: str | None = None,
+        ring: Ring | SimulatedRing | None = None,
+        kv_heads: int | None = None,
         dropout: float = 0.0,
         bias: bool = True,
         layer_norm: bool = True,
@@ -119,12 +129,6 @@ class MultiheadDilatedAttention(nn.Module):
         gamma_init: float = 1.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        *,
-        kv_heads: int | None = None,
-        head_offsets: HeadOffsets = "interleaved",
-        shift: int = 0,
-        kernel: str | None = None,
-        ring: Ring | SimulatedRing | None = None,
     ) -> None:
         super().__init__()
         no_dropout("dropout", dropout)
@@ -139,14 +143,20 @@ class MultiheadDilatedAttention(nn.Module):
         self.k_proj = nn.Linear(embed_dim, kv_dim, bias, device=device, dtype=dtype)
         self.v_proj = nn.Linear(embed_dim, kv_dim, bias, device=device, dtype=dtype)
         self.attention = DilatedAttention(
-            segment_lengths, dilation_rates, head_offsets=head_offsets, shift=shift, kernel=kernel, ring=ring
+            segment_lengths=segment_lengths,
+            dilation_rates=dilation_rates,
+            head_offsets=head_offsets,
+            shift=shift,
+            scale=scale,
+            kernel=kernel,
+            ring=ring,
         )
         self.norm = nn.LayerNorm(embed_dim, layer_norm_eps, device=device, dtype=dtype) if layer_norm else None
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias, device=device, dtype=dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """MAGNETO's initialisation: Xavier, with gain ``gamma_init`` where values flow; biases are 0."""
+        """MAGNETO's initialisation: Xavier, with gain ``gamma_init`` for value and output projections. Biases are 0."""
         gains = {self.q_proj: 1.0, self.k_proj: 1.0, self.v_proj: self.gamma_init, self.out_proj: self.gamma_init}
         for proj, gain in gains.items():
             nn.init.xavier_normal_(proj.weight, gain=gain)
@@ -155,12 +165,59 @@ class MultiheadDilatedAttention(nn.Module):
         if self.norm is not None:
             self.norm.reset_parameters()
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False) -> tuple[Tensor, None]:
-        """Output (batch, seq, embed_dim), and None in place of the attention weights, which never exist."""
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        is_causal: bool = False,
+        *,
+        seq_len: int | None = None,
+        lengths: Lengths | None = None,
+        cu_seqlens: Lengths | None = None,
+        **masks: Any,
+    ) -> tuple[Tensor, None]:
+        """Output (batch, seq, embed_dim), and None in place of the attention weights, which are never materialised.
+
+        ``seq_len``, ``lengths`` and ``cu_seqlens`` are those of `ringspan.attention`. The masks of
+        `torch.nn.MultiheadAttention` are refused.
+        """
+        _refuse_masks(masks)
         q = self.q_proj(query).unflatten(-1, (self.num_heads, -1))
         k = self.k_proj(key).unflatten(-1, (self.kv_heads, -1))
         v = self.v_proj(value).unflatten(-1, (self.kv_heads, -1))
-        x = self.attention(q, k, v, is_causal=is_causal).flatten(-2)
+        documents: dict[str, Any] = dict(seq_len=seq_len, lengths=lengths, cu_seqlens=cu_seqlens)
+        x = self.attention(q, k, v, is_causal, **documents).flatten(-2)
         if self.norm is not None:
             x = self.norm(x)
         return self.out_proj(x), None
+
+
+def no_dropout(name: str, rate: float) -> None:
+    """Raise if ``rate`` is not 0: the random mask would depend on how the work is split into tiles."""
+    if rate:
+        raise ValueError(
+            f"{name}={rate}: dropout on attention weights is not supported, because its random mask would depend on "
+            "tiles and devices, and results would differ between ring sizes. Use 0, and torch.nn.Dropout on the "
+            "layer's output"
+        )
+
+
+_WAYS_OUT = {
+    "attn_mask": "the pattern decides what is seen; pass is_causal=True for causality",
+    "key_padding_mask": "pack the sequences into one row and pass lengths= or cu_seqlens=",
+    "need_weights": "attention weights are never materialised; leave it out",
+    "average_attn_weights": "attention weights are never materialised; leave it out",
+}
+
+
+def _refuse_masks(arguments: dict[str, Any]) -> None:
+    """Accept arguments of `torch.nn.MultiheadAttention` that change nothing; refuse the others by name."""
+    for name, value in arguments.items():
+        if name not in _WAYS_OUT:
+            raise TypeError(
+                f"{name}: not an argument of MultiheadDilatedAttention; pass seq_len, lengths or cu_seqlens"
+            )
+        if value is not None and value is not False and name != "average_attn_weights":
+            found = f"a {type(value).__name__}" if isinstance(value, Tensor) else repr(value)
+            raise ValueError(f"{name}={found}: not supported: {_WAYS_OUT[name]}")

@@ -1,4 +1,4 @@
-"""The loss over a ring: each rank's share of one mean, in slices, so that no (rows x vocabulary) tensor exists."""
+"""Cross-entropy over a ring, in slices of rows, so that no (rows x vocabulary) tensor is ever allocated."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def ring_cross_entropy(
     ignore_index: int = IGNORED,
     slice_rows: int = 4096,
 ) -> Tensor:
-    """This rank's share of the mean cross-entropy, in nats, over all targets that are not ignored, on all ranks.
+    """This rank's share of the mean cross-entropy, in nats, over all targets on all ranks that are not ignored.
 
-    One rule: *backward differentiates the sum over ranks of what each rank returns*. So the shares of all ranks add up
-    to the mean over the whole sequence, and gradients of replicated weights are to be summed over ranks. Where they are
-    averaged instead (FSDP, DDP), say ``gradients="averaged"``: the share is then multiplied by the number of ranks.
+    The shares of all ranks add up to the mean over the whole sequence, and *backward differentiates the sum over ranks
+    of the returned values*. So sum the gradients of replicated weights over ranks. If they are averaged instead (FSDP,
+    DDP), pass ``gradients="averaged"``, which multiplies the share by the number of ranks.
 
     Args:
         hidden: (batch, rows, width), this rank's rows.
         weight: (vocabulary, width), the output head.
-        targets: (batch, rows), the next token of each row (shift before the split); ``ignore_index`` is not counted.
-        ring: whose ranks share the sequence.
-        group: over whose ranks the mean is taken; the ring's by default. With data parallelism beside the ring, the
+        targets: (batch, rows), the next token of each row, shifted before the split. ``ignore_index`` is not counted.
+        ring: the ring that the sequence is split over.
+        group: process group that the mean is taken over; that of the ring by default. With data parallelism, pass the
             group of the whole mesh.
-        slice_rows: rows whose logits exist at a time; they are computed again in backward.
+        slice_rows: number of rows whose logits are in memory at a time. Backward recomputes them.
 
     Returns 0 (with zero gradients) on a rank without targets.
 
@@ -50,16 +50,14 @@ def ring_cross_entropy(
     """
     if gradients not in ("summed", "averaged"):
         raise ValueError(
-            f"gradients={gradients!r}: must be 'summed' or 'averaged' (over ranks, by whoever reduces them)"
+            f"gradients={gradients!r}: must be 'summed' or 'averaged': how gradients are reduced over ranks"
         )
     if ring is not None and not isinstance(ring, (Ring, SimulatedRing)):
         raise TypeError(
             f"ring is a {type(ring).__name__}: must be a Ring or a SimulatedRing; make one with Ring(group)"
         )
     if hidden.shape[:-1] != targets.shape:
-        raise ValueError(
-            f"targets {tuple(targets.shape)}: must be {tuple(hidden.shape[:-1])}, one for each row of hidden"
-        )
+        raise ValueError(f"targets {tuple(targets.shape)}: must be {tuple(hidden.shape[:-1])}, one per row of hidden")
     if slice_rows < 1:
         raise ValueError(f"slice_rows={slice_rows}: must be at least 1")
     group = ring.group if group is None and isinstance(ring, Ring) else group
@@ -70,7 +68,7 @@ def ring_cross_entropy(
         ranks = dist.get_world_size(group)
     rows, wanted = hidden.flatten(0, -2), targets.flatten()
     total = hidden.new_zeros((), dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32)
-    # A rank without rows still runs backward, with zero gradients. (A sum over rows times 0 is NaN where it overflows.)
+    # A rank without rows still runs backward, with zero gradients. (Not a sum times 0, which is NaN if it overflows.)
     total = total + rows[:0].sum() + weight[:0].sum()
     for first in range(0, len(rows), slice_rows):
         part = slice(first, first + slice_rows)
