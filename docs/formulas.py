@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from html import escape
 from typing import Any
 
@@ -20,8 +21,9 @@ def visit_inline(translator: Any, node: Any) -> None:
 
 
 def visit_block(translator: Any, node: Any) -> None:
-    r"""A formula on its own, one row for each line; lines end with \\, as in LaTeX."""
-    lines = [line for line in node.astext().replace("&", "").split(r"\\") if line.strip()]
+    """A formula on its own; the lines of an `aligned` environment are rows."""
+    text = re.sub(r"\\(begin|end)\{aligned\}|&", "", node.astext())
+    lines = [line for line in text.split(r"\\") if line.strip()]
     translator.body += ['<div class="formula">', *(f"<div>{render_formula(line)}</div>" for line in lines), "</div>"]
     node.clear()  # its text is not written again
 
