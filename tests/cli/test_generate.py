@@ -1,4 +1,4 @@
-"""`ringspan generate`, as a user starts it."""
+"""`ringspan generate` from the command line."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_text_streams_and_figures_follow(run: Path) -> None:
+def test_text_streams_and_statistics_follow(run: Path) -> None:
     done = ringspan("generate", str(run), "--prompt", "def ", "--tokens", "100", "--seed", "3")
     assert done.returncode == 0, done.stderr
     assert done.stdout
-    figures = " ".join(done.stderr.decode().split())
-    assert "4 bytes read in" in figures
-    assert "100 written at" in figures
-    assert "tokens/s; cache" in figures
-    assert "(never more than 32)" in figures
+    statistics = " ".join(done.stderr.decode().split())
+    assert "4 bytes read in" in statistics
+    assert "100 generated at" in statistics
+    assert "tokens/s; cache" in statistics
+    assert "(at most 32)" in statistics
 
 
-def test_json_alone_and_over_two_ranks_gathered_and_sharded_is_one_text(run: Path) -> None:
+def test_one_rank_and_two_with_gathered_or_sharded_cache_generate_the_same_text(run: Path) -> None:
     arguments = ("generate", str(run), "--prompt-file", "-", "--tokens", "80", "--temperature", "0", "--json")
     prompt = bytes(range(32, 120))
     alone = ringspan(*arguments, text=prompt)
@@ -74,17 +74,17 @@ def test_json_alone_and_over_two_ranks_gathered_and_sharded_is_one_text(run: Pat
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (("--seed", str(2**64)), "must have at most 64 bits"),
+        (("--seed", str(2**64)), "64 bits"),
         (("--step", "7"), "no checkpoint of step 7"),
         (("/no/such/run",), "a saved model is a folder with"),
-        (("--temperature", "-1"), "temperature=-1.0: must be at least 0"),
-        (("--prompt", ""), "the prompt is empty"),
+        (("--temperature", "-1"), "temperature=-1.0"),
+        (("--prompt", ""), "prompt is empty"),
         (("--prompt-file", "/no/such/file"), "No such file"),
-        (("--cache", "sharded"), "needs ranks to share it"),
+        (("--cache", "sharded"), "needs several ranks"),
         (("--tokens", "some"), "must be a whole number"),
     ],
 )
-def test_bad_values_are_refused_with_the_way_out(run: Path, arguments: tuple[str, ...], reason: str) -> None:
+def test_invalid_values_are_errors(run: Path, arguments: tuple[str, ...], reason: str) -> None:
     first = () if arguments[0].startswith("/") else (str(run),)
     done = CliRunner().invoke(app, ["generate", *first, *arguments], env={"COLUMNS": "200"})
     assert done.exit_code == 2, done.output

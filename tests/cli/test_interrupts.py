@@ -1,4 +1,4 @@
-"""Ctrl-C, as a terminal sends it: a sentence, exit status 130, no traceback, no process left; training saves first."""
+"""Ctrl-C as a terminal sends it: one line, exit status 130, no traceback, no process left. Training saves first."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from ringspan.models import LongNet, LongNetConfig
 from ringspan.train.config import TrainSettings
@@ -20,16 +21,16 @@ from tests.ranks import starts_processes
 
 pytestmark = starts_processes
 
-ROOT = Path(__file__).parent.parent.parent
+DATA = Path(torch.__file__).parent / "nn"
 SMALL = (
-    *("train", str(ROOT / "src/ringspan"), "--model", "nano", "--segment-lengths", "32,256", "--dilation-rates", "1,4"),
+    *("train", str(DATA), "--model", "nano", "--segment-lengths", "32,256", "--dilation-rates", "1,4"),
     *("--tokens", "4k", "--steps", "20", "--save-every", "1000"),
 )
 HANG = 300  # seconds
 
 
 class Started:
-    """A command in a session of its own, with all that it starts."""
+    """A command in its own session, with all processes that it starts."""
 
     def __init__(self, *arguments: str, ranks: int = 0) -> None:
         launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}"] if ranks else []
@@ -53,7 +54,7 @@ class Started:
         self.family = psutil.Process(self.process.pid).children(recursive=True)
 
     def cpu_seconds(self) -> float:
-        """Of all its processes so far."""
+        """CPU time of all its processes so far."""
         me = psutil.Process(self.process.pid)
         times = [process.cpu_times() for process in (me, *me.children(recursive=True))]
         return sum(spent.user + spent.system for spent in times)
@@ -62,7 +63,7 @@ class Started:
         os.killpg(self.process.pid, signal.SIGINT)
 
     def end(self) -> tuple[str, str]:
-        """What it printed; nothing that it had started is still running."""
+        """Its output; asserts that no process is left."""
         output, errors = self.process.communicate(timeout=HANG)
         _, alive = psutil.wait_procs(self.family, timeout=HANG)
         assert not alive
@@ -79,7 +80,7 @@ def steps_of(run: Path) -> int:
 
 
 @pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_training_saves_first_and_continues_as_if_nothing_had_happened(ranks: int, tmp_path: Path) -> None:
+def test_training_saves_a_checkpoint_and_resumes_bit_for_bit(ranks: int, tmp_path: Path) -> None:
     run, whole = tmp_path / "run", tmp_path / "whole"
     started = Started(*SMALL, "--out", str(run), ranks=ranks)
     started.wait_until(lambda: steps_of(run) >= 3)
@@ -102,7 +103,7 @@ def test_training_saves_first_and_continues_as_if_nothing_had_happened(ranks: in
     assert ended(run) == ended(whole)  # bit for bit
 
 
-def test_a_second_interrupt_stops_at_once_and_the_last_checkpoint_is_named(tmp_path: Path) -> None:
+def test_a_second_interrupt_stops_at_once_and_names_the_last_checkpoint(tmp_path: Path) -> None:
     slow = ("--tokens", "64k", "--accumulate", "1000", "--save-every", "1")
     started = Started(*SMALL, *slow, "--out", str(tmp_path))
     started.wait_until((tmp_path / "heartbeats/rank-00000.json").is_file)
@@ -121,7 +122,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = LongNetConfig.named("nano", segment_lengths=(16, 64), dilation_rates=(1, 4))
     folder: Path = tmp_path_factory.mktemp("run")
     LongNet(config).save_pretrained(folder / "model")
-    (folder / "settings.json").write_text(TrainSettings(model=config, data=(str(ROOT / "src"),)).to_json())
+    (folder / "settings.json").write_text(TrainSettings(model=config, data=(str(DATA),)).to_json())
     return folder
 
 
@@ -137,7 +138,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("doctor", 0.5),
     ],
 )
-def test_commands_end_with_a_sentence(command: str, cpu_seconds: float, trained: Path, tmp_path: Path) -> None:
+def test_interrupted_commands_print_one_line(command: str, cpu_seconds: float, trained: Path, tmp_path: Path) -> None:
     started = Started(*command.replace("RUN", str(trained)).replace("OUT", str(tmp_path)).split())
     started.wait_until(lambda: started.cpu_seconds() >= cpu_seconds)
     started.interrupt()

@@ -17,7 +17,7 @@ from ringspan.train.trainer import Trainer
 from tests.ranks import job_on_ranks
 
 CONFIG = LongNetConfig.named("nano", segment_lengths=(16, 128), dilation_rates=(1, 4))
-STOP = 2  # steps before a run is cut
+STOP = 2  # steps before a run is interrupted
 
 Curve = tuple[list[float], dict[str, bytes]]  # losses, and the weights at the end
 
@@ -96,7 +96,7 @@ def loss_and_gradients(gradients: Gradients, tokens: int = 203) -> tuple[float, 
     ring = rs.Ring(min_size=1)
     text = torch.randint(256, (1, tokens + 1), generator=torch.Generator().manual_seed(1))
     targets = text[:, 1:].clone()
-    targets[:, : tokens // 3] = -100  # a mask that some ranks have more of than others
+    targets[:, : tokens // 3] = -100  # a mask that is uneven over the ranks
     mine, wanted = (ring.split_sequence(x) for x in (text[:, :-1], targets))
     loss = model.loss(mine, wanted, ring=ring, seq_len=tokens, gradients=gradients)
     loss.backward()
@@ -112,9 +112,9 @@ def loss_and_gradients(gradients: Gradients, tokens: int = 203) -> tuple[float, 
 
 
 def train(settings: TrainSettings, *, resume: bool = False, stop_at: int | None = None) -> Curve:
-    trainer = Trainer.resumed(settings) if resume else Trainer(settings)
-    assert resume == bool(trainer.next_step)
     losses: list[float] = []
-    trainer.run(lambda step: losses.append(step.loss), until=stop_at)
-    weights = {name: weight.full_tensor().numpy().tobytes() for name, weight in trainer.model.state_dict().items()}
+    with Trainer(settings, resume=resume) as trainer:
+        assert resume == bool(trainer.next_step)
+        trainer.run(lambda step: losses.append(step.loss), until=stop_at)
+        weights = {name: weight.full_tensor().numpy().tobytes() for name, weight in trainer.model.state_dict().items()}
     return losses, weights

@@ -1,4 +1,4 @@
-"""The text: every byte of every file once, in order, and none of it on both sides of the split."""
+"""The corpus holds every byte of every file once, in order; the two sides of a split do not overlap."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def text_of(corpus: Corpus, start: int, stop: int) -> bytes:
     return bytes(corpus.read(start, stop).tolist())
 
 
-def test_files_are_one_line_of_bytes(folder: Path) -> None:
+def test_files_form_one_sequence_of_bytes(folder: Path) -> None:
     corpus = Corpus.of([folder])
     assert len(corpus) == 10
     whole = text_of(corpus, 0, 10)
@@ -38,31 +38,31 @@ def test_the_halves_of_a_split_do_not_overlap(folder: Path) -> None:
     corpus = Corpus.of([folder / "a", folder / "d"])
     train, held_out = corpus.split(0.3)
     assert text_of(train, 0, len(train)) + text_of(held_out, 0, len(held_out)) == b"0123789"
-    with pytest.raises(ValueError, match=r"bytes 0 \.\. 5: the text has 4"):
+    with pytest.raises(ValueError, match=r"0 \.\. 5"):
         train.read(0, 5)
 
 
-def test_where_a_sequence_begins_depends_on_the_seed_and_its_number_alone(folder: Path) -> None:
+def test_the_start_of_a_sequence_depends_only_on_seed_and_number(folder: Path) -> None:
     corpus = Corpus.of([folder])
     starts = [corpus.start_of(0, number, 4) for number in range(50)]
     assert starts == [corpus.start_of(0, number, 4) for number in range(50)]
     assert set(starts) == set(range(6))
-    with pytest.raises(ValueError, match="tokens=10: the text has 10 bytes"):
+    with pytest.raises(ValueError, match="tokens=10"):
         corpus.start_of(0, 0, 10)
 
 
-def test_what_is_not_there_is_refused(folder: Path) -> None:
-    with pytest.raises(ValueError, match="no such file or folder"):
+def test_missing_and_empty_files_are_errors(folder: Path) -> None:
+    with pytest.raises(ValueError, match="no such file"):
         Corpus.of([folder / "z"])
     with pytest.raises(ValueError, match=r"no text in .*/b: 1 empty \(b in .*\)"):
         Corpus.of([folder / "b"])
 
 
-def test_pythons_own_sources_are_the_default() -> None:
+def test_the_default_is_pythons_standard_library() -> None:
     assert len(Corpus.of([])) > 2**20
 
 
-def test_a_bigram_of_a_text_that_alternates_knows_it(tmp_path: Path) -> None:
+def test_a_bigram_model_predicts_alternating_text(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(b"ab" * 5000)
     corpus = Corpus.of([tmp_path / "text"])
     assert bigram_bits_per_byte(corpus, corpus) == pytest.approx(0.0, abs=0.1)
@@ -77,21 +77,21 @@ def test_contexts_are_scored_on_the_same_bytes(tmp_path: Path) -> None:
     model = LongNet(LongNetConfig.named("nano", segment_lengths=(16, 256), dilation_rates=(1, 4)))
     short, long = score_contexts(model, corpus, [512, 128], windows=3, scored=64)
     assert (short.context, long.context, len(short.windows)) == (128, 512, 3)
-    assert short.bits_per_byte == pytest.approx(8, abs=0.5)  # it has learned nothing
+    assert short.bits_per_byte == pytest.approx(8, abs=0.5)  # an untrained model
     assert short.gain_over(short) == (0.0, 0.0)
     gain, error = long.gain_over(short)
     assert gain == pytest.approx(short.bits_per_byte - long.bits_per_byte)
     assert error > 0
-    with pytest.raises(ValueError, match="windows=64: must be at least 1 and at most 9: the held-out text of 5,120"):
+    with pytest.raises(ValueError, match=r"windows=64: .* at most 9"):
         next(score_contexts(model, corpus, [512]))
-    with pytest.raises(ValueError, match="64: must be at least 512, the number of bytes that are scored"):
+    with pytest.raises(ValueError, match="64: must be at least 512"):
         next(score_contexts(model, corpus, [64]))
-    with pytest.raises(ValueError, match=r"5120: the held-out text has 5,120 bytes, .* at most 5119"):
+    with pytest.raises(ValueError, match=r"5120: .* at most 5119"):
         next(score_contexts(model, corpus, [512, 5120]))
 
 
 def test_no_byte_is_scored_twice(tmp_path: Path) -> None:
-    """Windows that overlap would make the standard error look smaller than it is."""
+    """Overlapping windows would make the standard error too small."""
     (tmp_path / "text").write_bytes(b"abcdefgh" * 40)
     corpus = Corpus.of([tmp_path / "text"])
     model = LongNet(LongNetConfig.named("nano", segment_lengths=(16, 256), dilation_rates=(1, 4)))
@@ -107,7 +107,7 @@ def test_no_byte_is_scored_twice(tmp_path: Path) -> None:
     assert max(scored) < len(corpus)
 
 
-def test_branches_are_left_out_one_by_one(tmp_path: Path) -> None:
+def test_branches_are_added_one_by_one(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(bytes(range(256)) * 20)
     corpus = Corpus.of([tmp_path / "text"])
     model = LongNet(LongNetConfig.named("nano", segment_lengths=(16, 256), dilation_rates=(1, 4)))

@@ -1,4 +1,4 @@
-"""Which files are read as text: by content in a folder, always if named; nothing is skipped in silence."""
+"""Which files are read: text files in a folder, any file given by name; every skipped file is recorded."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ PICTURE = b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 8
 def folder(tmp_path: Path) -> Path:
     data = tmp_path / "data"
     for name, content in {
-        "b.txt": "naïve text\n".encode() * 20_000,  # the second block begins inside a character
+        "b.txt": "naïve text\n".encode() * 20_000,  # the second block starts inside a character
         "a.md": b"text",
         "picture.png": PICTURE,
-        "picture.txt": PICTURE,  # the suffix does not decide
+        "picture.txt": PICTURE,  # the suffix does not matter
         "latin.txt": "naïve".encode("latin-1"),
         "tail.txt": b"text " * 40_000 + PICTURE,
         "empty.txt": b"",
@@ -39,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
     return data
 
 
-def test_a_folder_is_read_for_its_text(folder: Path) -> None:
+def test_text_files_in_a_folder_are_selected(folder: Path) -> None:
     found = Selection.of([folder])
     assert [Path(file.path).relative_to(folder).as_posix() for file in found.files] == ["a.md", "b.txt", "deeper/c"]
     assert found.bytes == len(Corpus(found)) == sum(file.bytes for file in found.files)
@@ -62,43 +62,43 @@ def test_a_folder_is_read_for_its_text(folder: Path) -> None:
     assert "4 binary or not UTF-8 (latin.txt, picture.png, picture.txt, tail.txt in " in left_out
 
 
-def test_a_file_that_is_named_is_read_whatever_it_holds(folder: Path) -> None:
+def test_a_file_given_by_name_is_read_regardless_of_its_content(folder: Path) -> None:
     found = Selection.of([folder / "picture.png", folder, folder / "a.md"])
     assert [Path(file.path).name for file in found.files] == ["picture.png", "a.md", "b.txt", "c"]
     assert [Path(entry.path).name for entry in found.skipped if entry.reason == "repeated"][-2:] == ["same.txt", "a.md"]
 
 
-def test_a_folder_without_text_says_what_it_holds(folder: Path, tmp_path: Path) -> None:
+def test_the_error_for_a_folder_without_text_lists_its_content(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "nothing").mkdir()
     with pytest.raises(ValueError, match=r"no text in .*/nothing: there are no files"):
         Selection.of([tmp_path / "nothing"])
     (tmp_path / "pictures").mkdir()
     (tmp_path / "pictures/a.png").write_bytes(PICTURE)
-    with pytest.raises(ValueError, match=r"no text in .*/pictures: 1 binary or not UTF-8 \(a.png in .*\)\. A file"):
+    with pytest.raises(ValueError, match=r"no text in .*/pictures: 1 binary or not UTF-8 \(a.png in .*\)"):
         Selection.of([tmp_path / "pictures"])
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ValueError, match="pipe: not a regular file"):
         Selection.of([folder, tmp_path / "pipe"])
 
 
-def test_a_run_reads_the_files_that_it_began_with(folder: Path, tmp_path: Path) -> None:
+def test_a_run_reads_the_files_it_started_with(folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     data = (str(folder),)
-    begun = Selection.of_run(run, data)
-    begun.write(run)
+    selected = Selection.of_run(run, data)
+    selected.write(run)
     assert json.loads((run / RECORD).read_text())["skipped"]
     (folder / "later.txt").write_text("came later")
-    assert Selection.of_run(run, data) == begun
-    assert len(Selection.of_run(run, (str(folder / "later.txt"),)).files) == 1  # other data was asked for
+    assert Selection.of_run(run, data) == selected
+    assert len(Selection.of_run(run, (str(folder / "later.txt"),)).files) == 1  # other data was given
     text = (folder / "a.md").read_bytes()
     for other, size in ((text + b"!", "5 bytes"), (b"tixt", "4 bytes"), (b"", "empty")):
         (folder / "a.md").write_bytes(other)
-        with pytest.raises(ValueError, match=rf"a.md has changed since the run in .* \(4 bytes then, {size} now\):"):
+        with pytest.raises(ValueError, match=rf"a.md has changed .*4 bytes then, {size} now"):
             Selection.of_run(run, data)
     (folder / "a.md").write_bytes(text)
-    assert Selection.of_run(run, data) == begun
+    assert Selection.of_run(run, data) == selected
     for damaged in ("", "[]", "{}", '{"data": 1}', '{"data": [], "files": [1], "skipped": []}'):
         (run / RECORD).write_text(damaged)
-        with pytest.raises(ValueError, match=r"data.json: not the record of a run's text"):
+        with pytest.raises(ValueError, match=r"data.json: not a record"):
             Selection.of_run(run, data)

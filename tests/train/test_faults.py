@@ -1,6 +1,6 @@
-"""Ranks and launchers that are killed in the middle of things: the run goes on, and ends as if nothing had happened.
+"""A run whose ranks or launcher are killed resumes and ends with the same result, bit for bit.
 
-A few of the points of `benchmarks.faults`, which has all of them and random ones.
+Covers a few of the fault points of `benchmarks.faults`, which has all of them and random ones.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from ringspan.cli.app import app
@@ -24,6 +25,7 @@ from tests.ranks import starts_processes
 pytestmark = starts_processes
 
 ROOT = Path(__file__).parent.parent.parent
+DATA = Path(torch.__file__).parent / "nn"
 SMALL = (
     *("--model", "nano", "--segment-lengths", "32,256", "--dilation-rates", "1,4", "--tokens", "512"),
     *("--steps", "8", "--save-every", "2", "--keep", "2", "--resume", "auto"),
@@ -34,7 +36,7 @@ def torchrun(out: Path, script: str = "", restarts: int = 0) -> subprocess.Popen
     program = ["benchmarks.fault_points", script] if script else ["ringspan"]
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--max-restarts={restarts}", "-m", *program]
     return subprocess.Popen(
-        [sys.executable, *launcher, "train", str(ROOT / "src"), *SMALL, "--out", str(out)],
+        [sys.executable, *launcher, "train", str(DATA), *SMALL, "--out", str(out)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -62,18 +64,18 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float]
 
 
 @pytest.mark.slow
-def test_ranks_killed_in_a_hop_while_loading_and_while_writing_change_nothing(
+def test_killing_ranks_in_a_hop_while_loading_and_while_writing_changes_nothing(
     uninterrupted: tuple[list[float], bytes], tmp_path: Path
 ) -> None:
     output, errors = finish(torchrun(tmp_path, "1:3:hop,0:0:loading,1:6:writing", restarts=3))
-    assert "Going on from step 2" in output
-    assert "Going on from step 4" in output, "the checkpoint of step 6 was half written, and that of step 4 is whole"
+    assert "Resuming from step 2" in output
+    assert "Resuming from step 4" in output, "the checkpoint of step 6 was incomplete, that of step 4 is intact"
     assert "Traceback" not in errors
     assert ended(tmp_path) == uninterrupted
 
 
 @pytest.mark.slow
-def test_workers_of_a_killed_launcher_stop_by_themselves_and_the_same_command_goes_on(
+def test_workers_stop_when_their_launcher_is_killed_and_the_same_command_resumes(
     uninterrupted: tuple[list[float], bytes], tmp_path: Path
 ) -> None:
     process = torchrun(tmp_path, "0:3:launcher")
@@ -87,16 +89,16 @@ def test_workers_of_a_killed_launcher_stop_by_themselves_and_the_same_command_go
     assert not alive
     _, errors = process.communicate()
     assert process.returncode == -signal.SIGKILL
-    for rank in (0, 1):  # also the one that finds its peer gone before it looks for the launcher itself
-        assert f"rank {rank}: the launcher (process {process.pid}) is gone: stopping." in errors
+    for rank in (0, 1):  # also the rank that notices its lost peer before the lost launcher
+        assert f"rank {rank}: the launcher (process {process.pid}) is gone" in errors
     assert "Traceback" not in errors
     output, _ = finish(torchrun(tmp_path))
-    assert "Going on from step" in output
+    assert "Resuming from step" in output
     assert ended(tmp_path) == uninterrupted
 
 
-def test_restarts_that_could_not_go_on_are_refused_at_the_start(tmp_path: Path) -> None:
-    """torchrun tells its workers how often it may start them again."""
+def test_restarts_without_resume_are_refused_at_the_start(tmp_path: Path) -> None:
+    """torchrun passes its number of restarts in the environment."""
     done = CliRunner().invoke(app, ["train", "--out", str(tmp_path)], env={"TORCHELASTIC_MAX_RESTARTS": "3"})
     assert done.exit_code == 2
-    assert "Say --resume auto" in " ".join(done.output.replace("│", " ").split())
+    assert "needs --resume auto" in " ".join(done.output.replace("│", " ").split())

@@ -1,4 +1,4 @@
-"""Training over real ranks: one loss, one curve, one set of weights, whatever the ring."""
+"""Training over real ranks: loss, curve and weights do not depend on the ring."""
 
 from __future__ import annotations
 

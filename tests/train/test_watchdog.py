@@ -1,4 +1,4 @@
-"""One run in a folder, a heartbeat of each rank, and a name for whoever keeps the others waiting."""
+"""The lock of a folder, heartbeats, stragglers and the Prometheus endpoint."""
 
 from __future__ import annotations
 
@@ -10,17 +10,26 @@ import subprocess
 import sys
 import time
 import urllib.request
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
 from ringspan.runtime.settings import RunError
-from ringspan.train.lock import LOCK, STALE, RunLock
-from ringspan.train.metrics import Step
+from ringspan.train.config import TrainSettings
+from ringspan.train.lock import LOCK, STALE_SECONDS, RunLock
+from ringspan.train.metrics import RunMetrics, StepMetrics
 from ringspan.train.prometheus import serve
-from ringspan.train.watchdog import Beat, Straggler, last_written, late_rank, read_beats, stragglers, write_beat
+from ringspan.train.watchdog import (
+    Heartbeat,
+    Straggler,
+    find_slowest_rank,
+    find_stragglers,
+    heartbeat_time,
+    read_heartbeats,
+    write_heartbeat,
+)
 from tests.ranks import starts_processes
 
 pytestmark = starts_processes
@@ -30,14 +39,14 @@ import sys, time
 from pathlib import Path
 from ringspan.train.lock import RunLock
 lock = RunLock(Path(sys.argv[1]))
-lock.take()
+lock.acquire()
 print("held", flush=True)
 while True:
     time.sleep(0.2)
-    lock.beat()
+    lock.refresh()
 """
 
-BEAT = Beat(0, "node", 6, 3, "forward", 1.0, "parcels of hop 2", (), 0.0, 0.5, 2**20)
+HEARTBEAT = Heartbeat(0, "node", 6, 3, "forward", 1.0, "parcels of hop 2", (), 0.0, 0.5, 2**20)
 
 
 def holder(folder: Path) -> subprocess.Popen[str]:
@@ -47,113 +56,105 @@ def holder(folder: Path) -> subprocess.Popen[str]:
     return process
 
 
-def test_a_folder_has_one_run_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ringspan.train.lock.PATIENCE", 1.0)
+def test_only_one_run_uses_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ringspan.train.lock.WAIT_SECONDS", 1.0)
     with holder(tmp_path) as process:
-        with pytest.raises(RunError, match=f"written by another run .process {process.pid} on .*give another --out"):
-            RunLock(tmp_path).take()
-        process.send_signal(signal.SIGKILL)  # dies without a word, and its lock is free at once
+        with pytest.raises(RunError, match=f"process {process.pid} on .*--out"):
+            RunLock(tmp_path).acquire()
+        process.send_signal(signal.SIGKILL)  # the lock of a killed process is free at once
         process.wait()
     start = time.monotonic()
-    RunLock(tmp_path).take()
-    assert time.monotonic() - start < STALE  # at once, however slow the machine is
+    RunLock(tmp_path).acquire()
+    assert time.monotonic() - start < STALE_SECONDS  # at once, even on a slow machine
 
 
-def test_a_lock_from_another_machine_counts_as_long_as_its_heart_beats(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_of_another_machine_holds_while_it_is_refreshed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / LOCK).write_text(json.dumps(dict(token="theirs", pid=1, host="elsewhere", started="then")))
-    monkeypatch.setattr("ringspan.train.lock.STALE", 1.5)
+    monkeypatch.setattr("ringspan.train.lock.STALE_SECONDS", 1.5)
     start = time.monotonic()
     lock = RunLock(tmp_path)
-    lock.take()  # nobody sets its time anew
+    lock.acquire()  # it is not refreshed
     assert time.monotonic() - start > 1
-    lock.beat()
+    lock.refresh()
     (tmp_path / LOCK).write_text(json.dumps(dict(token="theirs", pid=1, host="elsewhere", started="then")))
-    with pytest.raises(RunError, match=r"no longer this run's .process 1 on elsewhere"):
-        lock.beat()
+    with pytest.raises(RunError, match="process 1 on elsewhere"):
+        lock.refresh()
 
 
-def test_a_released_lock_is_free_and_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+def test_a_released_lock_is_free_and_an_unwritable_folder_raises(tmp_path: Path) -> None:
     first, second = RunLock(tmp_path), RunLock(tmp_path)
-    first.take()
+    first.acquire()
     first.release()
-    second.take()
+    second.acquire()
     second.release()
     (tmp_path / "file").touch()
     for place in (tmp_path / "file/run", Path("/sys/ringspan")):
-        with pytest.raises(RunError, match=r"cannot be written .*: give another --out"):
-            RunLock(place).take()
+        with pytest.raises(RunError, match="cannot be written"):
+            RunLock(place).acquire()
 
 
-def test_a_worker_whose_launcher_died_before_it_looked_stops_at_once(tmp_path: Path) -> None:
-    """Its parent is then whoever adopts orphans: here a shell, which is no launcher of Python processes."""
+def test_a_worker_whose_launcher_died_early_stops_at_once(tmp_path: Path) -> None:
+    """Its parent is then the process that adopts orphans: here a shell, which cannot be torchrun."""
     worker = (
-        "import os, pathlib; from ringspan.train.watchdog import Guard; "
-        "Guard(pathlib.Path('.'), 0, os.getppid()).__enter__()"
+        "import os, pathlib; from ringspan.train.watchdog import Watchdog; "
+        "Watchdog(pathlib.Path('.'), 0, os.getppid()).start()"
     )
     command = ["sh", "-c", f'"{sys.executable}" -c "{worker}"; echo "status $?"']
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
     assert done.stdout == "status 3\n"
-    assert "rank 0: the launcher is gone: stopping. The last checkpoint is safe" in done.stderr
+    assert "rank 0: the launcher is gone" in done.stderr
 
 
-def test_beats_come_back_with_their_age_and_those_of_other_runs_do_not(tmp_path: Path) -> None:
+def test_heartbeats_are_read_with_their_age_and_without_those_of_other_runs(tmp_path: Path) -> None:
     for rank in range(3):
-        write_beat(tmp_path, replace(BEAT, rank=rank, waits_for=(rank,)))
-    now = last_written(tmp_path, 0)
+        write_heartbeat(tmp_path, replace(HEARTBEAT, rank=rank, waiting_for=(rank,)))
+    now = heartbeat_time(tmp_path, 0)
     os.utime(tmp_path / "heartbeats/rank-00001.json", (now - 20, now - 20))
     os.utime(tmp_path / "heartbeats/rank-00002.json", (now - 500, now - 500))
     (tmp_path / "heartbeats/rank-00003.json").write_text("{")
-    found = read_beats(tmp_path, 4, not_before=now - 100)
-    assert [beat.rank for beat in found] == [0, 1]
-    assert found[1].silent_seconds == pytest.approx(20, abs=1)
-    assert found[1].waits_for == (1,)
+    found = read_heartbeats(tmp_path, 4, not_before=now - 100)
+    assert [heartbeat.rank for heartbeat in found] == [0, 1]
+    assert found[1].age_seconds == pytest.approx(20, abs=1)
+    assert found[1].waiting_for == (1,)
 
 
 @pytest.mark.parametrize(
-    ("beats", "named"),
+    ("heartbeats", "named"),
     [
-        ([BEAT, replace(BEAT, rank=1)], {}),
-        ([BEAT, replace(BEAT, rank=1, silent_seconds=12.0)], {1: "no heartbeat for 12 s"}),
-        # Rank 0 waits for 1, which waits for 2, which waits for nobody.
+        ([HEARTBEAT, replace(HEARTBEAT, rank=1)], {}),
+        ([HEARTBEAT, replace(HEARTBEAT, rank=1, age_seconds=12.0)], {1: "no heartbeat for 12 s"}),
+        # Rank 0 waits for 1, which waits for 2, which waits for no one.
         (
             [
-                replace(BEAT, waits_for=(1,), waits_seconds=9.0),
-                replace(BEAT, rank=1, waits_for=(2,), waits_seconds=8.0),
-                replace(BEAT, rank=2),
+                replace(HEARTBEAT, waiting_for=(1,), wait_seconds=9.0),
+                replace(HEARTBEAT, rank=1, waiting_for=(2,), wait_seconds=8.0),
+                replace(HEARTBEAT, rank=2),
             ],
             {2: "rank 1 has waited for it for 8 s"},
         ),
         (
-            [BEAT, replace(BEAT, rank=1, doing="reading", doing_seconds=7.0)],
-            {1: "it has been at that for 7 s, and others are further"},
+            [HEARTBEAT, replace(HEARTBEAT, rank=1, phase="reading", phase_seconds=7.0)],
+            {1: "in this phase for 7 s, while other ranks are ahead"},
         ),
         ([], {}),
     ],
 )
-def test_who_keeps_the_others_waiting_is_named(beats: list[Beat], named: dict[int, str]) -> None:
-    assert {found.rank: found.why for found in stragglers(beats)} == named
+def test_stragglers_are_named(heartbeats: list[Heartbeat], named: dict[int, str]) -> None:
+    assert {found.rank: found.why for found in find_stragglers(heartbeats)} == named
 
 
-def test_the_rank_that_waits_least_is_the_one_that_is_waited_for() -> None:
-    assert late_rank([1.0, 0.0, 1.0, 1.2], ring_size=4, seconds=4.0) == 1
-    assert late_rank([0.1, 0.0, 0.1, 0.2], ring_size=4, seconds=4.0) is None
-    assert late_rank([0.0, 0.0], ring_size=1, seconds=1.0) is None
+def test_the_rank_that_waits_least_is_the_slowest() -> None:
+    assert find_slowest_rank([1.0, 0.0, 1.0, 1.2], ring_size=4, seconds=4.0) == 1
+    assert find_slowest_rank([0.1, 0.0, 0.1, 0.2], ring_size=4, seconds=4.0) is None
+    assert find_slowest_rank([0.0, 0.0], ring_size=1, seconds=1.0) is None
 
 
-@dataclass
-class Known:
-    last: Step | None = None
-    beats: list[Beat] = field(default_factory=list)
-    late: list[Straggler] = field(default_factory=list)
-
-
-def test_prometheus_reads_what_is_known_on_this_machine_alone() -> None:
-    step = Step(4, 1.5, 0.7, 1e-3, 2.0, 4096, 2**20, 0.1, None, None)
-    known = Known(step, [BEAT, replace(BEAT, rank=1)], [Straggler(1, "rank 1", "why")])
+def test_prometheus_reads_the_latest_metrics_on_this_machine_only() -> None:
+    metrics = RunMetrics(TrainSettings())
+    metrics.record_step(StepMetrics(4, 1.5, 0.7, 1e-3, 2.0, 4096, 2**20, 0.1))
+    metrics.record_heartbeats([HEARTBEAT, replace(HEARTBEAT, rank=1)], [Straggler(1, "rank 1", "why")])
     before = listening()
-    with serve(known, "127.0.0.1", 0):
+    with serve(metrics, "127.0.0.1", 0):
         (address,) = listening() - before
         assert address.ip == "127.0.0.1"
         with urllib.request.urlopen(f"http://127.0.0.1:{address.port}/metrics") as answer:
@@ -163,16 +164,16 @@ def test_prometheus_reads_what_is_known_on_this_machine_alone() -> None:
     assert float(values["ringspan_steps_done"]) == 5
     assert float(values["ringspan_tokens_per_second"]) == 2048
     assert float(values['ringspan_rank_memory_bytes{rank="1"}']) == 2**20
-    assert [float(values[f'ringspan_rank_is_late{{rank="{rank}"}}']) for rank in (0, 1)] == [0, 1]
+    assert [float(values[f'ringspan_rank_is_straggler{{rank="{rank}"}}']) for rank in (0, 1)] == [0, 1]
 
 
-def test_a_port_that_is_taken_is_an_error_with_the_way_out() -> None:
-    before = listening()
-    with serve(Known(), "127.0.0.1", 0):
+def test_a_port_in_use_raises() -> None:
+    before, metrics = listening(), RunMetrics(TrainSettings())
+    with serve(metrics, "127.0.0.1", 0):
         (address,) = listening() - before
         with (
-            pytest.raises(RunError, match=r"cannot be opened .*: take another"),
-            serve(Known(), "127.0.0.1", address.port),
+            pytest.raises(RunError, match="cannot be opened"),
+            serve(metrics, "127.0.0.1", address.port),
         ):
             pass
 

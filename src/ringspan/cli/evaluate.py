@@ -1,24 +1,34 @@
-"""`ringspan evaluate`: how good is a trained model, and does more context help?"""
+"""`ringspan evaluate`: bits per byte of a trained model on held-out text, by context length."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from ringspan.cli.console import make_console
 from ringspan.cli.options import AsJson, Step, read_as, read_counts, run_settings, trained_model
+from ringspan.models import LongNet
+from ringspan.runtime.device import local_device
 from ringspan.runtime.settings import RunError
 from ringspan.train.config import TrainSettings
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from ringspan.models import LongNet
-    from ringspan.train.data import Corpus
-    from ringspan.train.evaluate import Score
+from ringspan.train.data import Corpus, Selection
+from ringspan.train.evaluate import (
+    Score,
+    ablated_configs,
+    bigram_bits_per_byte,
+    check_contexts,
+    count_windows,
+    default_contexts,
+    score_branches,
+    score_contexts,
+)
+from ringspan.train.metrics import METRICS, read_metrics
 
 
 def evaluate(
@@ -26,34 +36,34 @@ def evaluate(
     contexts: Annotated[
         str,
         typer.Option(
-            help="Lengths that the context is cut to, such as 1k,4k,16k; shorter than the held-out text.",
-            show_default="four lengths, up to that of training",
+            help="Context lengths to compare, such as 1k,4k,16k; shorter than the held-out text.",
+            show_default="four lengths, up to the training length",
         ),
     ] = "",
     windows: Annotated[
         int | None,
         typer.Option(
-            help="Places in the held-out text; all contexts see the same.",
+            help="Number of windows in the held-out text; all contexts use the same.",
             min=1,
-            show_default="up to 64, so that no more is read than in training",
+            show_default="up to 64, reading no more than training did",
         ),
     ] = None,
     scored: Annotated[
         int | None,
         typer.Option(
-            help="Bytes at the end of each window that count.", min=1, show_default="512, fewer if the text is short"
+            help="Bytes scored at the end of each window.", min=1, show_default="512, fewer if the text is short"
         ),
     ] = None,
     step: Step = 0,
-    branches: Annotated[bool, typer.Option(help="Also score with branches of the pattern left out.")] = True,
+    branches: Annotated[bool, typer.Option(help="Also score with branches of the pattern removed.")] = True,
     as_json: AsJson = False,
 ) -> None:
-    """Does more context help? Bits per byte on text that the run held out, with its context cut; a bigram beside it.
+    """Does more context help? Bits per byte on held-out text, by context length, compared with a bigram model.
 
-    Every context is scored on the same bytes, so that only the context differs. Then the same weights with branches of
-    their pattern left out, over the longest context: which ones does the model use, and how far does it look?
+    All contexts are scored on the same bytes, so only the context differs. Then the same weights are scored at the
+    longest context with branches of the pattern removed: which branches does the model use?
 
-    The text is that of the run, wherever the command is started; files that have changed since are an error.
+    The text is that of the run, regardless of the working directory; files that have changed since are an error.
 
     **Examples**
 
@@ -63,18 +73,6 @@ def evaluate(
 
     `ringspan evaluate runs/books --step 500`
     """
-    from ringspan.runtime.device import local_device  # noqa: PLC0415
-    from ringspan.train.data import (  # noqa: PLC0415
-        Corpus,
-        Selection,
-    )
-    from ringspan.train.evaluate import (  # noqa: PLC0415
-        bigram_bits_per_byte,
-        cut_patterns,
-        default_contexts,
-        places,
-    )
-
     console = make_console(stderr=as_json)
     try:
         settings = run_settings(run)
@@ -83,20 +81,22 @@ def evaluate(
     except (FileNotFoundError, RunError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
     if len(held_out) < 2:
-        raise typer.BadParameter(f"{run} held out {len(held_out)} bytes of its text: train with a larger --held-out")
+        raise typer.BadParameter(
+            f"{run} held out only {len(held_out)} bytes of its text: train with a larger --held-out"
+        )
     scored = scored or max(1, min(512, settings.tokens // 2, len(held_out) // 16))
-    room = len(held_out) - 1 - 8 * scored  # of a context that leaves places for nine windows
+    room = len(held_out) - 1 - 8 * scored  # longest context with space for nine windows
     if contexts:
         lengths = _read_contexts(contexts, held_out, scored)
     else:
         lengths = default_contexts(max(scored, min(settings.tokens, room)), scored)
-    cuts = len(cut_patterns(model.config)) if branches else 0
-    bytes_of_a_window = sum(lengths) + cuts * max(lengths)
-    as_in_training = _trained_bytes(run, settings) // bytes_of_a_window
-    windows = _windows(windows, places(held_out, max(lengths), scored), as_in_training)
+    cuts = len(ablated_configs(model.config)) if branches else 0
+    window_bytes = sum(lengths) + cuts * max(lengths)
+    training_windows = _trained_bytes(run, settings) // window_bytes
+    windows = _windows(windows, count_windows(held_out, max(lengths), scored), training_windows)
     console.print(trained_on.selection.lines()[0], highlight=False, soft_wrap=True, markup=False)
     console.print(
-        f"{len(held_out):,} bytes of it are held out. Reading {windows * bytes_of_a_window:,} bytes: "
+        f"{len(held_out):,} bytes of it are held out. Reading {windows * window_bytes:,} bytes: "
         f"{windows} windows, {len(lengths)} contexts, {cuts} patterns.",
         highlight=False,
         soft_wrap=True,
@@ -107,16 +107,14 @@ def evaluate(
         rows = {"scores": _as_rows(scores), "branches": _as_rows(by_branches)}
         typer.echo(json.dumps({"bigram": bigram, "windows": windows, "scored": scored, **rows}))
         return
-    console.print(_table("context", scores, f"{windows} windows of {run}, the last {scored} bytes of each"))
+    console.print(_table("context", scores, f"{windows} windows of {run}, last {scored} bytes of each"))
     if by_branches:
-        console.print(_table("segments", by_branches, f"the same with branches left out, {max(lengths):,} bytes"))
-    console.print(f"A bigram: {bigram:.3f} bits per byte.", highlight=False)
+        console.print(_table("segments", by_branches, f"with branches removed, context {max(lengths):,}"))
+    console.print(f"Bigram model: {bigram:.3f} bits per byte.", highlight=False)
 
 
 def _read_contexts(text: str, held_out: Corpus, scored: int) -> list[int]:
-    """The lengths of ``--contexts``, which the held-out text must have room for."""
-    from ringspan.train.evaluate import check_contexts  # noqa: PLC0415
-
+    """Parse ``--contexts`` and check that the held-out text has room for them."""
     lengths = sorted(set(read_as("--contexts", read_counts, text)))
     try:
         check_contexts(held_out, lengths, scored)
@@ -125,21 +123,19 @@ def _read_contexts(text: str, held_out: Corpus, scored: int) -> list[int]:
     return lengths
 
 
-def _windows(wanted: int | None, places: int, as_in_training: int) -> int:
-    """As many windows as are wanted; by default no more bytes than in training, if that makes a few windows."""
-    if (wanted or 1) > places:
+def _windows(wanted: int | None, available: int, training_windows: int) -> int:
+    """The number of windows; by default, at least 4, and no more than read as many bytes as training did."""
+    if (wanted or 1) > available:
         raise typer.BadParameter(
-            f"{wanted or 1}: the held-out text has room for {places} such windows; give fewer, shorter --contexts, a "
-            "smaller --scored, or train with a larger --held-out",
+            f"{wanted or 1}: the held-out text has room for {available} such windows; give fewer, shorter --contexts, "
+            "a smaller --scored, or train with a larger --held-out",
             param_hint="--windows",
         )
-    return wanted or min(places, max(4, min(64, as_in_training)))
+    return wanted or min(available, max(4, min(64, training_windows)))
 
 
 def _trained_bytes(run: Path, settings: TrainSettings) -> int:
-    """How much the run has read so far."""
-    from ringspan.train.metrics import METRICS, read_metrics  # noqa: PLC0415
-
+    """The number of bytes that the run has read so far."""
     if (run / METRICS).is_file():
         return sum(int(step["tokens"]) for step in read_metrics(run))
     return settings.steps * settings.tokens * settings.batch * settings.accumulate
@@ -148,11 +144,7 @@ def _trained_bytes(run: Path, settings: TrainSettings) -> int:
 def _score(
     console: Console, model: LongNet, held_out: Corpus, lengths: list[int], cuts: int, windows: int, scored: int
 ) -> tuple[list[Score], list[Score]]:
-    """The scores of all contexts and of all cut patterns, with a bar that knows how long the rest will take."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415
-
-    from ringspan.train.evaluate import score_branches, score_contexts  # noqa: PLC0415
-
+    """Score all contexts and all reduced patterns, with a progress bar."""
     columns = (TextColumn("{task.description}"), BarColumn(20), TextColumn("{task.percentage:.0f}%"))
     with Progress(*columns, TimeRemainingColumn(elapsed_when_finished=True), console=console) as bars:
         bar = bars.add_task("contexts", total=windows * (sum(lengths) + cuts * max(lengths)))
@@ -175,10 +167,8 @@ def _as_rows(scores: list[Score]) -> list[dict[str, Any]]:
     return rows
 
 
-def _table(column: str, scores: list[Score], title: str) -> object:
-    from rich.table import Table  # noqa: PLC0415
-
-    table = Table(column, "bits per byte", "better than the first by", title=title, title_justify="left")
+def _table(column: str, scores: list[Score], title: str) -> Table:
+    table = Table(column, "bits per byte", "gain over the first", title=title, title_justify="left")
     for number, row in enumerate(_as_rows(scores)):
         better = f"{row['gain']:+.4f} ± {row['standard_error']:.4f}" if number else ""
         what = f"{row['context']:,}" if column == "context" else ", ".join(map(str, row["segments"]))

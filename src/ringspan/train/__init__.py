@@ -1,1 +1,1 @@
-"""Training a LongNet over a data x ring mesh: what `ringspan train` runs. Small enough to read, and to copy."""
+"""Training LongNets: the loop (`trainer`), its settings, data, checkpoints, metrics and supervision."""

@@ -1,4 +1,4 @@
-"""Named settings: a place to start from."""
+"""Settings of a training run, and the presets to start from. Does not import torch."""
 
 from __future__ import annotations
 
@@ -11,80 +11,94 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ringspan.models.config import LongNetConfig
-from ringspan.runtime.settings import check_kinds, described, known_values
+from ringspan.runtime.settings import check_types, setting, settings_from_json
 
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """A run, whole: the same settings on the same ring give the same run, bit for bit."""
+    """All settings of a run. The same settings on the same ring reproduce the run bit for bit.
+
+    Fields with a help text are flags of `ringspan train`; ``model`` contributes the fields of `LongNetConfig`.
+    """
 
     model: LongNetConfig = field(default_factory=LongNetConfig)
-    data: tuple[str, ...] = ()  # files and folders; none means the sources of Python's standard library
+    data: tuple[str, ...] = ()  # files and folders; if empty, the sources of Python's standard library
 
-    tokens: int = described(16384, "Length of a sequence, over the whole ring, such as 256k.", "Data")
-    batch: int = described(1, "Sequences in a micro-step of one data rank.", "Data")
-    accumulate: int = described(1, "Micro-steps whose gradients are added up for one step.", "Data")
-    held_out: float = described(0.05, "The last share of the text, which is not trained on.", "Data")
-    seed: int = described(0, "Decides the first weights and the order of the text.", "Data")
+    tokens: int = setting(16384, "Sequence length over the whole ring, such as 256k.", "Data")
+    batch: int = setting(1, "Sequences per micro-step and data-parallel rank.", "Data")
+    accumulate: int = setting(1, "Micro-steps per optimizer step; their gradients are added.", "Data")
+    held_out: float = setting(0.05, "Fraction at the end of the text that is held out for evaluation.", "Data")
+    seed: int = setting(0, "Seed of the initial weights and the order of the data.", "Data")
 
-    steps: int = described(100, "How many steps.", "Optimiser")
-    learning_rate: float = described(1e-3, "AdamW's rate after the warm-up.", "Optimiser")
-    warmup: int = described(20, "Steps of linear warm-up; a cosine follows.", "Optimiser")
-    final_share: float = described(0.1, "What the cosine leaves of the rate at the end.", "Optimiser")
-    weight_decay: float = described(0.1, "AdamW's decay of matrices; norms have none.", "Optimiser")
-    beta1: float = described(0.9, "AdamW's memory of gradients.", "Optimiser")
-    beta2: float = described(0.95, "AdamW's memory of their squares.", "Optimiser")
-    clip: float = described(1.0, "Norm, over the whole mesh, that gradients are clipped to; 0 is never.", "Optimiser")
+    steps: int = setting(100, "Number of optimizer steps.", "Optimizer")
+    learning_rate: float = setting(1e-3, "Peak learning rate of AdamW.", "Optimizer")
+    warmup: int = setting(20, "Steps of linear warmup, followed by cosine decay.", "Optimizer")
+    final_lr_ratio: float = setting(0.1, "Final learning rate, as a fraction of the peak.", "Optimizer")
+    weight_decay: float = setting(0.1, "Weight decay of matrices; norms have none.", "Optimizer")
+    beta1: float = setting(0.9, "AdamW's decay rate of the first moment.", "Optimizer")
+    beta2: float = setting(0.95, "AdamW's decay rate of the second moment.", "Optimizer")
+    clip: float = setting(1.0, "Maximum gradient norm over all ranks; 0 disables clipping.", "Optimizer")
 
-    ring: int = described(0, "Ranks that share a sequence; 0 is all. The others are data parallel.", "Ranks")
-    layout: Literal["zigzag", "contiguous"] = described("zigzag", "Which rows each rank of a ring holds.", "Ranks")
-    weights: Literal["sharded", "replicated"] = described(
-        "sharded", "Over all ranks, or a copy on each; by FSDP2.", "Ranks"
+    ring: int = setting(0, "Ranks that share one sequence; 0 means all. Rings are data parallel.", "Distributed")
+    layout: Literal["zigzag", "contiguous"] = setting(
+        "zigzag", "How a sequence is split over the ranks of a ring.", "Distributed"
     )
-    dtype: Literal["float32", "bfloat16", "float64"] = described(
-        "float32", "bfloat16 is autocast: weights stay in float32.", "Ranks"
+    weights: Literal["sharded", "replicated"] = setting(
+        "sharded", "Shard the weights over all ranks, or replicate them; FSDP2 does both.", "Distributed"
     )
-    recompute: bool = described(
-        True, "Compute layers again in backward. Attention's outputs are kept: the ring is not walked again.", "Ranks"
+    dtype: Literal["float32", "bfloat16", "float64"] = setting(
+        "float32", "Compute dtype. bfloat16 uses autocast: weights stay in float32.", "Distributed"
     )
-    patience: float = described(
-        1800.0, "Seconds without an answer after which another rank is given up, and with it the run.", "Ranks"
+    recompute: bool = setting(
+        True, "Recompute layers in backward. Attention outputs are kept, so nothing is sent twice.", "Distributed"
+    )
+    timeout: float = setting(
+        1800.0, "Collective timeout in seconds; the run aborts when a rank exceeds it.", "Distributed"
     )
 
-    out: str = described("ringspan-run", "Folder of settings, metrics, checkpoints and the trained model.", "Output")
-    save_every: int = described(50, "Steps between checkpoints.", "Output")
-    keep: int = described(3, "Checkpoints that are kept.", "Output")
+    out: str = setting("ringspan-run", "Folder for settings, metrics, checkpoints and the trained model.", "Output")
+    save_every: int = setting(50, "Steps between checkpoints.", "Output")
+    keep: int = setting(3, "Number of checkpoints to keep.", "Output")
+
+    metrics_port: int = setting(0, "Serve metrics to Prometheus on this port; 0 disables the server.", "Monitoring")
+    metrics_address: str = setting(
+        "127.0.0.1", "Address of that server. Any host that reaches it can read the metrics.", "Monitoring"
+    )
+    measure_communication: bool = setting(
+        False, "Time the transfers alone before the first step, and report how much of them is hidden.", "Monitoring"
+    )
 
     def __post_init__(self) -> None:
-        check_kinds(self)
+        check_types(self)
         for name in ("tokens", "batch", "accumulate", "steps", "save_every", "keep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
-        for name in ("ring", "warmup", "seed", "clip", "weight_decay"):
+        for name in ("ring", "warmup", "seed", "clip", "weight_decay", "metrics_port"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)}: must not be negative")
-        for name in ("held_out", "final_share", "beta1", "beta2"):
+        for name in ("held_out", "final_lr_ratio", "beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 0 and below 1")
-        for name in ("learning_rate", "patience"):
+        for name in ("learning_rate", "timeout"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)}: must be positive")
-        if self.seed >= 2**40:
-            raise ValueError(f"seed={self.seed}: must be below 2**40")
-        if self.patience > 1e6:
-            raise ValueError(f"patience={self.patience}: must be at most 1e6 seconds, which is eleven days")
+        for name, bound in (("seed", 2**40), ("timeout", 1e6), ("metrics_port", 2**16)):
+            if getattr(self, name) >= bound:
+                raise ValueError(f"{name}={getattr(self, name)}: must be below {bound:,.0f}")
         if self.model.vocab_size < 256:
-            raise ValueError(f"vocab_size={self.model.vocab_size}: must be at least 256, since text is read as bytes")
+            raise ValueError(
+                f"vocab_size={self.model.vocab_size}: must be at least 256, because the text is read as bytes"
+            )
         if not self.model.causal:
-            raise ValueError("model.causal=False: predicting the next byte needs a causal model")
+            raise ValueError("model.causal=False: training predicts the next byte, which needs a causal model")
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
 
     @staticmethod
     def from_json(text: str) -> TrainSettings:
-        """The settings that `to_json` wrote; a key that we do not know is an error."""
-        values = known_values(TrainSettings, text)
+        """Parse what `to_json` wrote. Raises ValueError for an unknown key or an invalid value."""
+        values = settings_from_json(TrainSettings, text)
         if "model" in values:
             values["model"] = LongNetConfig.from_json(json.dumps(values["model"]))
         if isinstance(values.get("data"), list):
@@ -93,7 +107,7 @@ class TrainSettings:
 
     @staticmethod
     def read(path: Path) -> TrainSettings:
-        """The settings in a file."""
+        """Read settings from a file. Raises ValueError, which names the file."""
         try:
             return TrainSettings.from_json(path.read_text())
         except OSError as error:
@@ -102,47 +116,47 @@ class TrainSettings:
             raise ValueError(f"{path}: {error}") from error
 
     def changed(self, changes: dict[str, Any]) -> TrainSettings:
-        """These settings with others in their place; those of the model by their own names."""
+        """A copy with some settings replaced. Settings of the model go by their own names, such as ``layers``."""
         of_model = {entry.name for entry in dataclasses.fields(LongNetConfig)}
         model = {name: value for name, value in changes.items() if name in of_model}
         rest = {name: value for name, value in changes.items() if name not in of_model}
         return dataclasses.replace(self, **{"model": dataclasses.replace(self.model, **model), **rest})
 
     def with_absolute_paths(self) -> TrainSettings:
-        """The same run as seen from any folder."""
+        """A copy whose paths do not depend on the working directory."""
         data = tuple(os.path.abspath(path) for path in self.data)
         return dataclasses.replace(self, data=data, out=os.path.abspath(self.out))
 
     def ring_size(self, world: int) -> int:
-        """Ranks that share a sequence, of ``world`` ranks in all."""
+        """Number of ranks that share a sequence, out of ``world`` ranks."""
         size = self.ring or world
         if world % size:
             raise ValueError(f"ring={size}: must divide the number of ranks, {world}")
         return size
 
-    def rate_at(self, step: int) -> float:
-        """The learning rate of a step, counted from 0.
+    def learning_rate_at(self, step: int) -> float:
+        """The learning rate of a step; steps count from 0.
 
-        >>> settings = TrainSettings(steps=100, warmup=10, learning_rate=1.0, final_share=0.0)
-        >>> settings.rate_at(4), round(settings.rate_at(55), 3), round(settings.rate_at(99), 3)
-        (0.5, 0.5, 0.0)
+        >>> settings = TrainSettings(steps=100, warmup=10, learning_rate=1.0, final_lr_ratio=0.0)
+        >>> [round(settings.learning_rate_at(step), 3) for step in (4, 55, 99)]
+        [0.5, 0.5, 0.0]
         """
         if step < self.warmup:
             return self.learning_rate * (step + 1) / self.warmup
         done = (step - self.warmup) / max(1, self.steps - self.warmup)
         cosine = (1 + math.cos(math.pi * min(1.0, done))) / 2
-        return self.learning_rate * (self.final_share + (1 - self.final_share) * cosine)
+        return self.learning_rate * (self.final_lr_ratio + (1 - self.final_lr_ratio) * cosine)
 
 
 def choices_of(settings: type, name: str) -> tuple[str, ...]:
-    """What a setting may be, where only a few words will do; nothing where it is free."""
+    """The values a setting may take; empty if it is not restricted to a list."""
     kind = get_type_hints(settings)[name]
     return get_args(kind) if get_origin(kind) is Literal else ()
 
 
 @dataclass(frozen=True)
 class Preset:
-    """Settings, and what they are for."""
+    """Named settings and their purpose."""
 
     purpose: str
     settings: TrainSettings
@@ -158,11 +172,11 @@ class Preset:
 
 PRESETS: dict[str, Preset] = {
     "quick": Preset(
-        "Does it learn? About a minute on two cores.",
+        "A smoke test: does the loss fall? About a minute on two cores.",
         TrainSettings(model=LongNetConfig.named("nano"), tokens=8192, steps=60),
     ),
     "laptop": Preset(
-        "Many short sequences, long ones later (docs/training.md). About ten minutes on two cores.",
+        "Many short sequences; continue with long ones (docs/training.md). About ten minutes on two cores.",
         TrainSettings(
             model=LongNetConfig.named(
                 "nano",
@@ -182,7 +196,7 @@ PRESETS: dict[str, Preset] = {
         ),
     ),
     "long": Preset(
-        "One long sequence a step. About four minutes on two cores, with two ranks.",
+        "One long sequence per step. About four minutes on two ranks and two cores.",
         TrainSettings(
             model=LongNetConfig.named("nano", segment_lengths=(512, 8192, 262144), dilation_rates=(1, 16, 512)),
             tokens=262144,
@@ -193,7 +207,7 @@ PRESETS: dict[str, Preset] = {
         ),
     ),
     "node": Preset(
-        "A node of GPUs. Not measured: no GPU has run it yet.",
+        "A node of GPUs. Not measured: it has not been run on a GPU yet.",
         TrainSettings(
             model=LongNetConfig.named(
                 "base",

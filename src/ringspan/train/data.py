@@ -1,7 +1,7 @@
-"""Which files are read as text, and which are skipped and why; the run's folder keeps a record of both. Knows no torch.
+"""The training text: which files are read (`Selection`), and their bytes as one sequence (`Corpus`).
 
-A file that is named is read, whatever it holds. In a folder only text is read, decided by content: the first and the
-last 64 KiB are UTF-8 without a NUL byte.
+A file given by name is read regardless of its content. In a folder only text files are read, recognized by content: the
+first and last 64 KiB are UTF-8 without a NUL byte. The run's folder keeps a record of what was read and skipped.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NAMES_SHOWN = 8
 
 @dataclass(frozen=True)
 class TextFile:
-    """A file as it was when it was selected; ``checksum`` is that of its first and last block."""
+    """A file at the time it was selected; ``checksum`` covers its first and last 64 KiB."""
 
     path: str
     bytes: int
@@ -45,7 +45,7 @@ class TextFile:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A file or folder that is not read."""
+    """A file or folder that is not read, and why."""
 
     path: str
     reason: str
@@ -53,7 +53,7 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Selection:
-    """The text of a run: the paths that were given, the files that are read, in order, and what was skipped."""
+    """The text of a run: the paths given by the user, the files that are read, in order, and those skipped."""
 
     data: tuple[str, ...]
     files: tuple[TextFile, ...]
@@ -61,9 +61,9 @@ class Selection:
 
     @staticmethod
     def of(paths: Iterable[str | Path]) -> Selection:
-        """The text in these files and folders, in order of their names; without any, Python's own sources.
+        """Select the text in files and folders, sorted by name; by default, the sources of Python's standard library.
 
-        Raises ValueError if there is none, and says what was found instead.
+        Raises ValueError, which lists what was found, if there is no text.
         """
         data = tuple(os.path.abspath(path) for path in paths)
         found: list[TextFile | Skipped] = []
@@ -85,15 +85,15 @@ class Selection:
         if not files:
             raise ValueError(
                 f"no text in {', '.join(data)}: {selection.skipped_line() or 'there are no files'}. "
-                "A file that is named itself is read, whatever it holds, unless it is empty"
+                "To read a file regardless of its content, give its own path"
             )
         return selection
 
     @staticmethod
     def of_run(folder: Path, data: tuple[str, ...]) -> Selection:
-        """The text that a run was trained on, by its record, if that is of these paths; otherwise as `of` selects it.
+        """The text in the record of a run, if the record is for the same paths; otherwise select as `of` does.
 
-        Files that came later are not read. Raises ValueError if a file is gone or has changed.
+        Files that were added later are not read. Raises ValueError if a file is missing or has changed.
         """
         record = folder / RECORD
         if not record.is_file():
@@ -101,7 +101,7 @@ class Selection:
         try:
             selection = Selection.from_json(record.read_text())
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ValueError(f"{record}: not the record of a run's text ({error}); restore it, or remove it") from error
+            raise ValueError(f"{record}: not a record of a run's text ({error}): restore it, or delete it") from error
         if selection.data != data:
             return Selection.of(data)
         for file in selection.files:
@@ -109,8 +109,8 @@ class Selection:
             if now != file:
                 size = f"{now.bytes:,} bytes" if isinstance(now, TextFile) else now.reason
                 raise ValueError(
-                    f"{file.path} has changed since the run in {folder} began ({file.bytes:,} bytes then, {size} now): "
-                    "restore it, or train another run on the new text"
+                    f"{file.path} has changed since the run in {folder} started ({file.bytes:,} bytes then, {size} "
+                    "now): restore it, or start another run with the new text"
                 )
         return selection
 
@@ -120,11 +120,11 @@ class Selection:
 
     @property
     def digest(self) -> int:
-        """Of order, sizes and checksums of the files: the same where they are mounted elsewhere."""
+        """A checksum of the order, sizes and checksums of the files; it does not depend on their paths."""
         return zlib.crc32(json.dumps([(file.bytes, file.checksum) for file in self.files]).encode())
 
     def write(self, folder: Path) -> None:
-        """Record the selection in a run's folder."""
+        """Write the record into a run's folder."""
         write_atomic(folder / RECORD, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
     @staticmethod
@@ -135,7 +135,7 @@ class Selection:
         return Selection(tuple(map(str, values["data"])), files, skipped)
 
     def lines(self) -> list[str]:
-        """What was read and what was skipped, for people."""
+        """A summary of what is read and what is skipped, to print."""
         names = _shown([file.path for file in self.files])
         read = f"Text: {len(self.files):,} file(s), {self.bytes:,} bytes: {names}"
         return [read, f"Skipped: {self.skipped_line()}"] if self.skipped else [read]
@@ -167,7 +167,7 @@ def _in_folder(folder: Path) -> Iterator[TextFile | Skipped]:
 
 
 def _read_file(path: Path, *, named: bool) -> TextFile | Skipped:
-    """A file by its first and last block; skipped if it is empty or unreadable or, unless it is named, if not text."""
+    """Check a file by its first and last block; unless ``named`` by the user, it must be text."""
     if not path.is_file():
         return Skipped(str(path), "not a regular file" if path.exists() else "missing")
     try:
@@ -180,7 +180,7 @@ def _read_file(path: Path, *, named: bool) -> TextFile | Skipped:
         return Skipped(str(path), f"unreadable: {error.strerror}")
     if not size:
         return Skipped(str(path), "empty")
-    last_characters = last[:3].lstrip(_CONTINUATION) + last[3:]  # the block may begin inside a character
+    last_characters = last[:3].lstrip(_CONTINUATION) + last[3:]  # the block may start inside a character
     if not (named or (_is_text(first) and _is_text(last_characters))):
         return Skipped(str(path), "binary or not UTF-8")
     return TextFile(str(path), size, zlib.crc32(last, zlib.crc32(first)))
@@ -201,7 +201,7 @@ def _is_text(block: bytes) -> bool:
 
 
 def _without_repeats(found: Iterable[TextFile | Skipped]) -> list[TextFile | Skipped]:
-    """Each file once, whatever it is called: read twice, it could be trained on and held out at the same time."""
+    """Drop repeated files, also under other names: a file read twice could be trained on and held out."""
     seen: set[str] = set()
     kept: list[TextFile | Skipped] = []
     for entry in found:
@@ -212,7 +212,7 @@ def _without_repeats(found: Iterable[TextFile | Skipped]) -> list[TextFile | Ski
 
 
 def _shown(paths: list[str]) -> str:
-    """A few of these paths, relative to the folder that they share."""
+    """The first few paths, relative to their common folder."""
     shared = os.path.commonpath([os.path.dirname(path) for path in paths])
     names = [os.path.relpath(path, shared) for path in paths[:_NAMES_SHOWN]]
     more = f" and {len(paths) - _NAMES_SHOWN:,} more" if len(paths) > _NAMES_SHOWN else ""
@@ -220,7 +220,7 @@ def _shown(paths: list[str]) -> str:
 
 
 class Corpus:
-    """Files as one sequence of bytes. Nothing is read before it is asked for.
+    """Files as one sequence of bytes, memory-mapped on demand.
 
     >>> corpus = Corpus.of([__file__])
     >>> bytes(corpus.read(0, 3).tolist())
@@ -234,11 +234,11 @@ class Corpus:
 
     @staticmethod
     def of(paths: Iterable[str | Path]) -> Corpus:
-        """The text in these files and folders; without any, Python's own sources. See `Selection.of`."""
+        """The text in files and folders, selected by `Selection.of`."""
         return Corpus(Selection.of(paths))
 
     def split(self, held_out: float) -> tuple[Corpus, Corpus]:
-        """The text to train on, and the last share of it, to test on: neither can read the other's bytes."""
+        """Split into text to train on and the last fraction, to evaluate on; neither can read the other's bytes."""
         border = self.first + int(len(self) * (1 - held_out))
         return Corpus(self.selection, self.first, border), Corpus(self.selection, border, self.stop)
 
@@ -246,7 +246,7 @@ class Corpus:
         return self.stop - self.first
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Bytes start .. stop as uint8."""
+        """Bytes ``start`` to ``stop`` (exclusive), as uint8."""
         if not 0 <= start <= stop <= len(self):
             raise ValueError(f"bytes {start} .. {stop}: the text has {len(self)}")
         start, stop = self.first + start, self.first + stop
@@ -261,45 +261,45 @@ class Corpus:
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
     def start_of(self, seed: int, number: int, tokens: int) -> int:
-        """Where sequence ``number`` begins: the seed alone decides, so that a resumed run reads on as it would have."""
+        """The start of sequence ``number``; it follows from the seed alone, so a resumed run reads the same data."""
         room = len(self) - tokens
         if room < 1:
             raise ValueError(
-                f"tokens={tokens}: the text has {len(self)} bytes, and a sequence needs one more than tokens"
+                f"tokens={tokens}: the text has {len(self)} bytes, and a sequence needs one more than its tokens"
             )
         generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
         return int(torch.randint(room, (1,), generator=generator))
 
 
-def select_together(settings: TrainSettings, resumes: bool, device: torch.device) -> Selection:
-    """The text of a run, on every rank; a run that resumes reads the files that it began with.
+def select_on_all_ranks(settings: TrainSettings, resume: bool, device: torch.device) -> Selection:
+    """Select the text of a run; a resumed run reads the files it started with. A collective.
 
-    Raises the same ValueError on all ranks if one of them finds no text, or other text than the rest.
+    Raises the same ValueError on all ranks if a rank finds no text, or different text than the others.
     """
     found: list[Selection] = []
 
     def select() -> dict[str, Any]:
         try:
             data = settings.data
-            found.append(Selection.of_run(Path(settings.out), data) if resumes else Selection.of(data))
+            found.append(Selection.of_run(Path(settings.out), data) if resume else Selection.of(data))
         except ValueError as error:
-            return {"refusal": str(error)}
+            return {"error": str(error)}
         return {"files": len(found[0].files), "bytes": found[0].bytes, "digest": found[0].digest}
 
-    every = run_on_all_ranks(select, device)
-    refusals = [theirs["refusal"] for theirs in every if "refusal" in theirs]
-    if refusals:
-        raise ValueError(refusals[0])
-    for rank, theirs in enumerate(every):
-        if theirs != every[0]:
+    by_rank = run_on_all_ranks(select, device)
+    errors = [summary["error"] for summary in by_rank if "error" in summary]
+    if errors:
+        raise ValueError(errors[0])
+    for rank, summary in enumerate(by_rank):
+        if summary != by_rank[0]:
             raise ValueError(
-                f"rank {rank} reads {theirs['files']:,} files of {theirs['bytes']:,} bytes, but rank 0 "
-                f"{every[0]['files']:,} of {every[0]['bytes']:,}, or other content: all ranks need the same text"
+                f"rank {rank} reads {summary['files']:,} files of {summary['bytes']:,} bytes, but rank 0 "
+                f"{by_rank[0]['files']:,} of {by_rank[0]['bytes']:,}, or other content: give all ranks the same text"
             )
     return found[0]
 
 
 @lru_cache(maxsize=64)
 def _mapped(path: str, size: int) -> Tensor:
-    """A file's bytes, mapped into memory, not read."""
+    """The bytes of a file, memory-mapped."""
     return torch.from_file(path, shared=False, size=size, dtype=torch.uint8)

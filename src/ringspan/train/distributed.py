@@ -1,9 +1,9 @@
-"""Where the ranks of one start meet: torchrun's store, in a part of it that no earlier start has written to.
+"""The process group, device mesh and sharding of a run: `init_distributed` and `shard_model`.
 
-torchrun keeps one store over all its restarts, and gloo's addresses of dead ranks are still in it: a rank that comes
-early would read them, and wait for nobody. How often torchrun has restarted does not tell starts apart, since every
-machine counts for itself. So rank 0 draws a name for the start, and tells it to each rank in answer to a word that the
-rank has drawn itself: an old answer answers nobody who is alive.
+torchrun keeps one store over all its restarts, and that store still holds the gloo addresses of dead ranks. A restarted
+rank that reads them waits for a peer that no longer exists. torchrun's restart count cannot tell the starts apart,
+because each machine counts on its own. So rank 0 draws a random name for every start and publishes it under a token
+that each rank has drawn for this start; `rendezvous_store` returns the part of the store under that name.
 """
 
 from __future__ import annotations
@@ -24,59 +24,28 @@ from torch.distributed.rendezvous import rendezvous
 
 import ringspan as rs
 from ringspan.models import LongNet
-from ringspan.runtime.device import Device, this_ranks_device
+from ringspan.runtime.device import Device, local_device
 from ringspan.runtime.settings import RunError
 from ringspan.train.config import TrainSettings
 
-_LOOK = 0.02  # seconds between two looks for ranks that have not come yet
-
-
-def meet(patience: float) -> tuple[Store, int, int]:
-    """A store that only the ranks of this start write to, this rank, and how many there are."""
-    timeout = datetime.timedelta(seconds=patience)
-    store, rank, world = next(rendezvous("env://", timeout=timeout))
-    return PrefixStore(agree_on_name(store, rank, world, patience), store), rank, world
-
-
-def agree_on_name(store: Store, rank: int, world: int, patience: float) -> str:
-    """A name for this start that all its ranks know, and no earlier start has known."""
-    mine = secrets.token_hex(8)
-    if rank == 0:
-        _tell_all(store, mine, set(range(1, world)), patience)
-        return mine
-    store.set(f"ringspan/comes/{rank}", mine)
-    name: str = store.get(f"ringspan/name/{mine}").decode()  # waits
-    store.set(f"ringspan/heard/{name}/{rank}", "yes")
-    return name
-
-
-def _tell_all(store: Store, name: str, missing: set[int], patience: float) -> None:
-    start = time.monotonic()
-    while missing:
-        for rank in sorted(missing):
-            if store.check([f"ringspan/heard/{name}/{rank}"]):
-                missing.remove(rank)
-            elif store.check([f"ringspan/comes/{rank}"]):  # perhaps of an earlier start: then nobody listens
-                store.set(f"ringspan/name/{store.get(f'ringspan/comes/{rank}').decode()}", name)
-        if missing and time.monotonic() - start > patience:
-            raise RunError(f"ranks {sorted(missing)} did not come within {patience:g} s (--patience)")
-        time.sleep(_LOOK)
+_POLL_SECONDS = 0.02  # while rank 0 waits for the other ranks
 
 
 @dataclass(frozen=True)
-class Crew:
-    """This rank's place in the run."""
+class DistributedContext:
+    """This rank's device, its place in the mesh, and its ring."""
 
     device: Device
     mesh: DeviceMesh  # data x ring
     ring: rs.Ring
+    owns_group: bool  # whether `init_distributed` created the process group
 
     @property
     def rank(self) -> int:
         return dist.get_rank()
 
     @property
-    def world(self) -> int:
+    def world_size(self) -> int:
         return dist.get_world_size()
 
     @property
@@ -88,41 +57,80 @@ class Crew:
         return self.mesh["data"].size()
 
     @property
-    def is_speaker(self) -> bool:
+    def is_main(self) -> bool:
         return self.rank == 0
 
 
-def assemble(settings: TrainSettings) -> Crew:
-    """Join the group that torchrun started, or be a group of one; then lay out the mesh."""
-    device = this_ranks_device()
+def init_distributed(settings: TrainSettings) -> DistributedContext:
+    """Join the process group and create the mesh and the ring.
+
+    Uses the current process group if there is one; otherwise joins the group that torchrun started, or creates a group
+    of one rank.
+    """
+    device = local_device()
     kind = device.device.type
-    how: dict[str, Any] = {} if kind == "cpu" else {"device_id": device.device}
-    how["timeout"] = datetime.timedelta(seconds=settings.patience)
-    if not dist.is_initialized():
+    options: dict[str, Any] = {} if kind == "cpu" else {"device_id": device.device}
+    options["timeout"] = datetime.timedelta(seconds=settings.timeout)
+    owns_group = not dist.is_initialized()
+    if owns_group:
         if dist.is_torchelastic_launched():
             if kind == "cpu":
                 torch.set_num_threads(1)
-            store, rank, world = meet(settings.patience)
-            dist.init_process_group(device.backend, store=store, rank=rank, world_size=world, **how)
+            store, rank, world = rendezvous_store(settings.timeout)
+            dist.init_process_group(device.backend, store=store, rank=rank, world_size=world, **options)
         else:
-            alone = dist.HashStore()  # type: ignore[attr-defined]
-            dist.init_process_group(device.backend, store=alone, rank=0, world_size=1, **how)
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(device.backend, store=store, rank=0, world_size=1, **options)
     world = dist.get_world_size()
     ring_size = settings.ring_size(world)
     mesh = init_device_mesh(kind, (world // ring_size, ring_size), mesh_dim_names=("data", "ring"))
-    return Crew(device, mesh, rs.Ring(mesh["ring"], layout=settings.layout, min_size=1))
+    return DistributedContext(device, mesh, rs.Ring(mesh["ring"], layout=settings.layout, min_size=1), owns_group)
 
 
-def spread(model: LongNet, crew: Crew, settings: TrainSettings) -> None:
-    """Hand the model to FSDP2, layer by layer: weights sharded over all ranks, or replicated on each.
+def shard_model(model: LongNet, context: DistributedContext, settings: TrainSettings) -> None:
+    """Wrap each layer with FSDP2; weights are sharded over all ranks, or replicated on each.
 
-    One reduction path for data and ring alike: gradients are averaged over the whole mesh, and the loss allows for it.
+    Data parallelism and the ring share one reduction: gradients are averaged over the whole mesh, and the loss of
+    `LongNet.loss` is scaled for that (``gradients="averaged"``).
     """
-    kind = crew.device.device.type
-    shape = (crew.world,) if settings.weights == "sharded" else (crew.world, 1)
+    shape = (context.world_size,) if settings.weights == "sharded" else (context.world_size, 1)
     names = ("shard",) if settings.weights == "sharded" else ("replicate", "shard")
-    mesh = init_device_mesh(kind, shape, mesh_dim_names=names)
-    parts: list[nn.Module] = [*model.layers, model]
-    for part in parts:
-        fully_shard(part, mesh=mesh)
+    mesh = init_device_mesh(context.device.device.type, shape, mesh_dim_names=names)
+    modules: list[nn.Module] = [*model.layers, model]
+    for module in modules:
+        fully_shard(module, mesh=mesh)
     register_fsdp_forward_method(model, "loss")
+
+
+def rendezvous_store(timeout: float) -> tuple[Store, int, int]:
+    """A store that only the ranks of this start write to, this rank, and the number of ranks."""
+    store, rank, world = next(rendezvous("env://", timeout=datetime.timedelta(seconds=timeout)))
+    return PrefixStore(agree_on_start(store, rank, world, timeout), store), rank, world
+
+
+def agree_on_start(store: Store, rank: int, world: int, timeout: float) -> str:
+    """A random name for this start that all its ranks agree on and that no earlier start has used."""
+    token = secrets.token_hex(8)
+    if rank == 0:
+        _publish_start(store, token, set(range(1, world)), timeout)
+        return token
+    store.set(f"ringspan/joined/{rank}", token)
+    start: str = store.get(f"ringspan/start/{token}").decode()  # blocks
+    store.set(f"ringspan/acknowledged/{start}/{rank}", "yes")
+    return start
+
+
+def _publish_start(store: Store, start: str, missing: set[int], timeout: float) -> None:
+    began = time.monotonic()
+    while missing:
+        for rank in sorted(missing):
+            if store.check([f"ringspan/acknowledged/{start}/{rank}"]):
+                missing.remove(rank)
+            elif store.check([f"ringspan/joined/{rank}"]):  # may be the token of an earlier start, which no rank reads
+                store.set(f"ringspan/start/{store.get(f'ringspan/joined/{rank}').decode()}", start)
+        if missing and time.monotonic() - began > timeout:
+            raise RunError(
+                f"ranks {sorted(missing)} did not join within {timeout:g} s: check that they run and reach rank 0, or "
+                "raise --timeout"
+            )
+        time.sleep(_POLL_SECONDS)

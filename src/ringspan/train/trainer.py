@@ -1,14 +1,21 @@
-"""A loss or a gradient that is not finite: which step, which rank, which weight. All ranks stop alike."""
+"""The training loop: steps, checkpoints, metrics, the check for NaNs, and Ctrl-C. Prints nothing.
+
+>>> from ringspan.train.config import PRESETS
+>>> with Trainer(PRESETS["quick"].settings) as trainer:  # doctest: +SKIP
+...     trainer.run()
+"""
 
 from __future__ import annotations
 
 import math
+import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import Any, cast
 
 import torch
@@ -27,241 +34,360 @@ from ringspan.runtime.files import write_atomic
 from ringspan.runtime.settings import RunError
 from ringspan.train.checkpoint import SETTINGS, STEPS, Checkpoints
 from ringspan.train.config import TrainSettings
-from ringspan.train.data import Corpus, select_together
-from ringspan.train.distributed import Crew, assemble, spread
-from ringspan.train.metrics import Step, hidden_share, travel_of_a_step
-from ringspan.train.watchdog import Pulse, late_rank
+from ringspan.train.data import Corpus, select_on_all_ranks
+from ringspan.train.distributed import DistributedContext, init_distributed, shard_model
+from ringspan.train.metrics import RunMetrics, StepMetrics, hidden_share, measure_communication
+from ringspan.train.watchdog import Heartbeat, RankStatus, Straggler, Watchdog, find_slowest_rank
+
+MODEL = "model"  # folder of the trained model, in the folder of the run
+
+_STOP, _INTERRUPT = 1, 2  # why a run is to stop; the larger one wins
 
 
-def check_finite(step: int, losses: Tensor, gradient_norm: float, model: nn.Module, saved: Checkpoints) -> None:
-    """Raise on all ranks, before any weight is changed, if a rank's loss or the norm of the gradients is not finite.
+def _ignore(*_: Any) -> None:
+    """The default callback."""
 
-    ``losses`` has one for each rank; ``saved`` knows where the last good checkpoint is.
+
+class Trainer:
+    """A run: its model, optimizer, data, checkpoints and metrics. All ranks create it together.
+
+    Joins the group of torchrun, uses the current process group, or runs in one process. The folder ``settings.out`` is
+    locked until `close`; use the trainer as a context manager. With ``resume``, the run continues from the last
+    checkpoint in the folder, also if that was written by a different number of ranks, or starts if there is none.
+
+    Raises ValueError if the settings do not fit the folder, the data or the ranks, and RunError if the folder is in
+    use or the ranks cannot meet.
     """
-    lost = [str(rank) for rank, loss in enumerate(losses.tolist()) if not math.isfinite(loss)]
-    if lost:
-        what = f"the loss is not finite on rank{'s' * (len(lost) > 1)} {', '.join(lost)}"
+
+    def __init__(self, settings: TrainSettings, *, resume: bool = False) -> None:
+        self.settings = settings = settings.with_absolute_paths()  # stored, so that any working directory will do
+        self.next_step = 0
+        self.status = RankStatus()
+        self._stop_request = 0  # of this rank; a signal may set it at any moment
+        self._stop_reason = 0  # the largest request of all ranks, agreed in each step
+        self._is_open = True
+        _check_restarts(resume)
+        # First of all: the launcher may die, and another run may take the folder, while ranks still meet.
+        self._watchdog = _start_watchdog(Path(settings.out))
+        try:
+            self.checkpoints = Checkpoints(Path(settings.out) / "checkpoints", settings.keep)
+            self.checkpoints.check_resume(settings, resume)
+            self.context: DistributedContext = init_distributed(settings)
+            self._set_up(settings)
+            if resume:
+                self.load()
+        except BaseException:
+            self._watchdog.stop(failed=True)
+            raise
+
+    def _set_up(self, settings: TrainSettings) -> None:
+        device = self.context.device.device
+        text = select_on_all_ranks(settings, bool(self.checkpoints.steps()), device)
+        self.corpus, self.held_out = Corpus(text).split(settings.held_out)
+        self.corpus.start_of(settings.seed, 0, settings.tokens)  # raises if the text is too short
+        torch.manual_seed(settings.seed)
+        self.model = LongNet(settings.model).to(device)
+        if settings.dtype == "float64":
+            self.model = self.model.double()
+        self.model.checkpoint_layers(settings.recompute)
+        shard_model(self.model, self.context, settings)
+        matrices = [p for p in self.model.parameters() if p.dim() > 1]
+        vectors = [p for p in self.model.parameters() if p.dim() == 1]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+            lr=settings.learning_rate,
+            betas=(settings.beta1, settings.beta2),
+        )
+        self.metrics = RunMetrics(settings)
+        self._communication_seconds = (
+            measure_communication(self.context, settings) if settings.measure_communication else None
+        )
+
+    def run(
+        self,
+        on_step: Callable[[StepMetrics], None] = _ignore,
+        on_heartbeats: Callable[[list[Heartbeat], list[Straggler]], None] = _ignore,
+        on_interrupt: Callable[[], None] = _ignore,
+        *,
+        until: int | None = None,
+    ) -> None:
+        """Train the remaining steps, or those before ``until``, and save checkpoints on the way and at the end.
+
+        When the last step of the settings is done, the trained model is saved, too. The main rank writes the metrics.
+
+        The first Ctrl-C saves a checkpoint after the current step, closes the trainer and raises KeyboardInterrupt; the
+        second raises it at once. `request_stop` saves a checkpoint and returns.
+
+        Callbacks only observe: ``on_step`` runs after every step, on every rank; ``on_heartbeats`` about once a second,
+        on the main rank and in the watchdog's thread; ``on_interrupt`` after the first Ctrl-C, in its own thread.
+        """
+        last = self.settings.steps if until is None else until
+        self._stop_request = self._stop_reason = 0
+        try:
+            with (
+                self._recording(),
+                self._watchdog.monitoring(self.status, self.context, self._heartbeat_recorder(on_heartbeats)),
+                self._interrupts_request_stop(on_interrupt),
+            ):
+                self._train(last, on_step)
+                if self.next_step == self.settings.steps:
+                    self.save_model(Path(self.settings.out) / MODEL)
+        except RuntimeError as error:
+            lost = self._lost_rank_error(error)
+            if lost is None:
+                raise
+            raise lost from error
+        if self._stop_reason == _INTERRUPT and self.next_step < last:
+            self.close()
+            raise KeyboardInterrupt(
+                f"Interrupted after step {self.next_step} of {self.settings.steps}: the checkpoint is "
+                f"{self.checkpoints.path_of(self.next_step)}."
+            )
+
+    def request_stop(self) -> None:
+        """Ask all ranks to save a checkpoint and stop after the current step. Safe to call in a signal handler."""
+        self._stop_request = max(self._stop_request, _STOP)
+
+    def save(self) -> None:
+        """Write a checkpoint. A collective."""
+        self.status.enter(self.next_step - 1, "saving")
+        self.checkpoints.save(self.next_step, self.model, self.optimizer, self.context.device.device)
+
+    def load(self) -> None:
+        """Continue from the last checkpoint, if there is one. A collective."""
+        self.status.enter(self.next_step, "loading")
+        self.next_step = self.checkpoints.load_latest(self.model, self.optimizer, self.context.device.device) or 0
+
+    def save_model(self, folder: Path) -> None:
+        """Gather the weights and write them on the main rank, for `LongNet.from_pretrained`. A collective."""
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights = get_model_state_dict(self.model, options=options)
+
+        def write() -> None:
+            if self.context.is_main:
+                save_weights(folder, self.settings.model.to_json(), weights)  # type: ignore[arg-type]
+                write_atomic(folder / STEPS, f"{self.next_step}\n")
+
+        run_on_all_ranks(write, self.context.device.device)
+
+    def close(self) -> None:
+        """Unlock the folder, and leave the process group if the trainer created it. A collective. May be repeated."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        dist.barrier()
+        if self.context.owns_group:
+            dist.destroy_process_group()
+        self._watchdog.stop()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if error is None:
+            self.close()
+        elif self._is_open:  # other ranks may be gone, so no collective
+            self._is_open = False
+            self._watchdog.stop(failed=True)
+
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        """Write settings and open the metrics; if the main rank cannot, all ranks raise."""
+
+        def start() -> None:
+            if self.context.is_main:
+                folder = Path(self.settings.out)
+                folder.mkdir(parents=True, exist_ok=True)
+                write_atomic(folder / SETTINGS, self.settings.to_json())
+                self.corpus.selection.write(folder)
+                self.metrics.open()
+
+        try:
+            run_on_all_ranks(start, self.context.device.device)
+            yield
+        finally:
+            self.metrics.close()
+
+    def _heartbeat_recorder(
+        self, on_heartbeats: Callable[[list[Heartbeat], list[Straggler]], None]
+    ) -> Callable[[list[Heartbeat], list[Straggler]], None]:
+        def record(heartbeats: list[Heartbeat], stragglers: list[Straggler]) -> None:
+            self.metrics.record_heartbeats(heartbeats, stragglers)
+            on_heartbeats(heartbeats, stragglers)
+
+        return record
+
+    @contextmanager
+    def _interrupts_request_stop(self, on_interrupt: Callable[[], None]) -> Iterator[None]:
+        """Turn the first SIGINT into a request to stop; the second raises KeyboardInterrupt.
+
+        ``on_interrupt`` may print, so it runs in a thread: a signal can arrive in the middle of a write.
+        """
+        before = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is not threading.main_thread() or before in (signal.SIG_IGN, None):
+            yield  # only the main thread may set handlers; an ignored signal stays ignored
+            return
+
+        def on_first(*_: Any) -> None:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            self._stop_request = _INTERRUPT
+            threading.Thread(target=on_interrupt).start()
+
+        signal.signal(signal.SIGINT, on_first)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _train(self, last: int, on_step: Callable[[StepMetrics], None]) -> None:
+        while self.next_step < last:
+            step = self._step(self.next_step)
+            if self.context.is_main:
+                self.metrics.record_step(step)
+            on_step(step)
+            if self.next_step % self.settings.save_every == 0 or self.next_step == last or self._stop_reason:
+                self.save()
+            if self._stop_reason:
+                return
+
+    def _step(self, number: int) -> StepMetrics:
+        settings, context = self.settings, self.context
+        device = context.device.device
+        learning_rate = settings.learning_rate_at(number)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        context.ring.reset_counters()
+        start = time.perf_counter()
+        loss = self._forward_backward(number)
+        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+        gradient_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+        losses = all_gather_floats(loss.item(), device=device)[:, 0]
+        check_finite(number, losses, gradient_norm, self.model, self.checkpoints)
+        if settings.clip:
+            clip_grads_with_norm_(parameters, settings.clip, norm)
+        self.status.enter(number, "updating")
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        by_rank = all_gather_floats(
+            context.device.peak_bytes(), context.ring.counters.waiting_seconds, self._stop_request, device=device
+        )
+        self._stop_reason = int(by_rank[:, 2].max())  # the same on every rank
+        waits = by_rank[:, 1].tolist()
+        seconds = time.perf_counter() - start
+        self.next_step = number + 1
+        communication = self._communication_seconds
+        return StepMetrics(
+            number,
+            loss=losses.mean().item(),  # each rank's share is already multiplied by the number of ranks
+            gradient_norm=gradient_norm,
+            learning_rate=learning_rate,
+            seconds=seconds,
+            tokens=settings.tokens * settings.batch * settings.accumulate * context.data_size,
+            peak_bytes=int(by_rank[:, 0].max()),
+            waiting_seconds=max(waits),
+            hidden_share=None if communication is None else hidden_share(communication, max(waits), seconds),
+            slowest_rank=find_slowest_rank(waits, context.ring.size, seconds),
+        )
+
+    def _forward_backward(self, number: int) -> Tensor:
+        """Run all micro-steps; returns this rank's share of the loss. FSDP reduces gradients after the last one."""
+        settings, context = self.settings, self.context
+        fsdp = cast(FSDPModule, self.model)
+        total = torch.zeros((), dtype=torch.float64, device=context.device.device)
+        for micro in range(settings.accumulate):
+            fsdp.set_requires_gradient_sync(micro == settings.accumulate - 1)
+            self.status.enter(number, "reading")
+            tokens, targets = self._read_batch(number, micro)
+            self.status.enter(number, "forward")
+            with torch.autocast(context.device.device.type, torch.bfloat16, enabled=settings.dtype == "bfloat16"):
+                loss = self.model.loss(
+                    tokens,
+                    targets,
+                    ring=context.ring,
+                    seq_len=settings.tokens,
+                    group=dist.group.WORLD,
+                    gradients="averaged",
+                )
+            self.status.enter(number, "backward")
+            (loss / settings.accumulate).backward()
+            total += loss.detach().double() / settings.accumulate
+        return total
+
+    def _read_batch(self, step: int, micro: int) -> tuple[Tensor, Tensor]:
+        """This rank's rows of the sequences of a micro-step, and the byte that follows each row."""
+        settings, context = self.settings, self.context
+        layout = context.ring.layout_of(settings.tokens)
+        first = ((step * settings.accumulate + micro) * context.data_size + context.data_rank) * settings.batch
+        sequences = []
+        for number in range(first, first + settings.batch):
+            begin = self.corpus.start_of(settings.seed, number, settings.tokens)
+            spans = layout.spans(context.ring.rank)
+            # One byte more than the span: the target of its last row may be another rank's row.
+            sequences.append([self.corpus.read(begin + s.start, begin + s.stop + 1) for s in spans])
+        tokens = torch.stack([torch.cat([span[:-1] for span in spans]) for spans in sequences])
+        targets = torch.stack([torch.cat([span[1:] for span in spans]) for spans in sequences])
+        return tokens.long().to(context.device.device), targets.long().to(context.device.device)
+
+    def _lost_rank_error(self, error: RuntimeError) -> rs.RingError | None:
+        """The error of a collective whose peer is lost, in plain words; None for any other error."""
+        lost = isinstance(error, dist.DistError) or "gloo" in str(error)
+        if not lost or isinstance(error, (RunError, rs.RingError)):
+            return None
+        return rs.RingError(
+            f"rank {self.context.rank}: step {self.status.step + 1}, {self.status.phase}: another rank is gone, or did "
+            f"not answer within {self.settings.timeout:g} s ({error})"
+        )
+
+
+def check_finite(step: int, losses: Tensor, gradient_norm: float, model: nn.Module, checkpoints: Checkpoints) -> None:
+    """Raise RunError on all ranks, before weights change, if a loss or the gradient norm is NaN or infinite.
+
+    ``losses`` holds the loss of each rank. The message names the step, the rank and the last good checkpoint.
+    """
+    bad_ranks = [str(rank) for rank, loss in enumerate(losses.tolist()) if not math.isfinite(loss)]
+    if bad_ranks:
+        what = f"the loss is not finite on rank{'s' * (len(bad_ranks) > 1)} {', '.join(bad_ranks)}"
     elif not math.isfinite(gradient_norm):
         what = f"gradients are not finite: {_first_bad_gradient(model)}"
     else:
         return
     raise RunError(
-        f"step {step + 1}: {what}. Nothing was written; {saved.last_good()}. Going on from it with the same settings "
-        "leads here again, unless the hardware erred: try a lower --learning-rate, or look at the data"
+        f"step {step + 1}: {what}. Nothing was written; {checkpoints.last_good()}. Resuming with the same settings "
+        "fails at the same step, unless the hardware failed: lower --learning-rate, or check the data"
     )
 
 
 def _first_bad_gradient(model: nn.Module) -> str:
-    """The first weight with a gradient that is not finite, and the ranks that hold the bad part of it."""
+    """The first parameter whose gradient is not finite, and the ranks that hold the bad part of it. A collective."""
     gradients = [(name, _local(weight.grad)) for name, weight in model.named_parameters() if weight.grad is not None]
     bad = [number for number, (_, gradient) in enumerate(gradients) if not gradient.isfinite().all()]
     firsts = all_gather_floats(min(bad, default=len(gradients)), device=gradients[0][1].device)[:, 0].tolist()
     first = int(min(firsts))
     if first == len(gradients):
-        return "each number is, but their norm overflows"
+        return "each value is finite, but their norm overflows"
     ranks = [str(rank) for rank, number in enumerate(firsts) if number == first]
-    return f"that of {gradients[first][0]}, in the part of rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
+    return f"that of {gradients[first][0]}, in the shard of rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
 
 
 def _local(gradient: Tensor) -> Tensor:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
-@contextmanager
-def interrupts_to(ask: Callable[[], None], tell: Callable[[], None]) -> Iterator[None]:
-    """While the block runs, the first SIGINT calls ``ask`` and ``tell``; the next one raises KeyboardInterrupt.
-
-    ``tell`` may print: it runs in a thread of its own, since a signal can arrive in the middle of a write.
-    """
-
-    def on_first(*_: Any) -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        ask()
-        threading.Thread(target=tell).start()
-
-    before = signal.signal(signal.SIGINT, on_first)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-class Trainer:
-    """A run: model, optimiser, text, and where it stands."""
-
-    def __init__(self, settings: TrainSettings, *, resume: bool = False) -> None:
-        settings = settings.with_absolute_paths()  # they are stored: a run can be evaluated from any folder
-        self.settings, self.pulse = settings, Pulse()
-        self.checkpoints = Checkpoints(Path(settings.out) / "checkpoints", settings.keep)
-        self.checkpoints.check_before(settings, resume)
-        self.crew: Crew = assemble(settings)
-        text = select_together(settings, bool(self.checkpoints.steps()), self.crew.device.device)
-        self.corpus, self.held_out = Corpus(text).split(settings.held_out)
-        self.corpus.start_of(settings.seed, 0, settings.tokens)  # too short a text is found out now
-        torch.manual_seed(settings.seed)
-        model = LongNet(settings.model).to(self.crew.device.device)
-        if settings.dtype == "float64":
-            model = model.double()
-        model.checkpoint_layers(settings.recompute)
-        spread(model, self.crew, settings)
-        self.model = model
-        decayed = [p for p in model.parameters() if p.dim() > 1]
-        plain = [p for p in model.parameters() if p.dim() == 1]
-        self.optimizer = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": plain, "weight_decay": 0.0}],
-            lr=settings.learning_rate,
-            betas=(settings.beta1, settings.beta2),
-        )
-        self.next_step = 0
-        self.is_stopping = False  # on all ranks, because one was asked to stop
-        self._is_asked_to_stop = False
-        self.travel = travel_of_a_step(self.crew, settings)
-
-    @staticmethod
-    def resumed(settings: TrainSettings) -> Trainer:
-        """A run that goes on from the last checkpoint, also of another number of ranks; from the start without one."""
-        trainer = Trainer(settings, resume=True)
-        trainer.load()
-        return trainer
-
-    def load(self) -> None:
-        """Go on from the last checkpoint, if there is one."""
-        self.pulse.at(self.next_step, "loading")
-        self.next_step = self.checkpoints.load_latest(self.model, self.optimizer, self.crew.device.device) or 0
-
-    def run(self, report: Callable[[Step], None], until: int | None = None) -> None:
-        """The steps that are left, or those before ``until``, with a checkpoint now and then and at the end.
-
-        Returns early, after a checkpoint, if any rank was asked to stop.
-        """
-        last = self.settings.steps if until is None else until
-        try:
-            run_on_all_ranks(self._write_settings, self.crew.device.device)
-            while self.next_step < last and not self.is_stopping:
-                report(self._step(self.next_step))
-                if self.next_step % self.settings.save_every == 0 or self.next_step == last or self.is_stopping:
-                    self.save()
-        except RuntimeError as error:
-            explained = self._explained(error)
-            if explained is None:
-                raise
-            raise explained from error
-
-    def ask_to_stop(self) -> None:
-        """Ask all ranks to stop after the step that is running. Does next to nothing: a signal handler may call it."""
-        self._is_asked_to_stop = True
-
-    def save(self) -> None:
-        """Write a checkpoint; all ranks together."""
-        self.pulse.at(self.next_step - 1, "saving")
-        self.checkpoints.save(self.next_step, self.model, self.optimizer, self.crew.device.device)
-
-    def save_model(self, folder: Path) -> None:
-        """The weights as `LongNet.from_pretrained` reads them, from all ranks; one of them writes."""
-        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights = get_model_state_dict(self.model, options=whole)
-
-        def write() -> None:
-            if self.crew.is_speaker:
-                save_weights(folder, self.settings.model.to_json(), weights)  # type: ignore[arg-type]
-                write_atomic(folder / STEPS, f"{self.next_step}\n")
-
-        run_on_all_ranks(write, self.crew.device.device)
-
-    def close(self) -> None:
-        """Leave the group; all ranks together, when all is well."""
-        dist.barrier()
-        dist.destroy_process_group()
-
-    def _write_settings(self) -> None:
-        if self.crew.is_speaker:
-            folder = Path(self.settings.out)
-            folder.mkdir(parents=True, exist_ok=True)
-            write_atomic(folder / SETTINGS, self.settings.to_json())
-            self.corpus.selection.write(folder)
-
-    def _step(self, number: int) -> Step:
-        settings, crew = self.settings, self.crew
-        rate = settings.rate_at(number)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        crew.ring.reset_counters()
-        start = time.perf_counter()
-        loss = self._micro_steps(number)
-        weights = [weight for weight in self.model.parameters() if weight.grad is not None]
-        norm = get_total_norm([weight.grad for weight in weights if weight.grad is not None])
-        gradient_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
-        losses = all_gather_floats(loss.item(), device=crew.device.device)[:, 0]
-        check_finite(number, losses, gradient_norm, self.model, self.checkpoints)
-        if settings.clip:
-            clip_grads_with_norm_(weights, settings.clip, norm)
-        self.pulse.at(number, "updating")
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        spent = crew.device.peak_bytes(), crew.ring.counters.waiting_seconds
-        figures = all_gather_floats(*spent, self._is_asked_to_stop, device=crew.device.device)
-        self.is_stopping = bool(figures[:, 2].any())  # the same on every rank
-        waits = figures[:, 1].tolist()
-        seconds = time.perf_counter() - start
-        self.next_step = number + 1
-        return Step(
-            number,
-            loss=losses.mean().item(),  # each rank's share was multiplied by the number of ranks
-            gradient_norm=gradient_norm,
-            rate=rate,
-            seconds=seconds,
-            tokens=settings.tokens * settings.batch * settings.accumulate * crew.data_size,
-            peak_bytes=int(figures[:, 0].max()),
-            waiting_seconds=max(waits),
-            hidden_share=hidden_share(self.travel, max(waits), seconds),
-            late_rank=late_rank(waits, crew.ring.size, seconds),
+def _check_restarts(resume: bool) -> None:
+    """Raise ValueError if torchrun would restart a run that cannot resume."""
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    if restarts and not resume:
+        raise ValueError(
+            f"torchrun --max-restarts={restarts} needs --resume auto: a restarted run finds its own checkpoints in the "
+            "folder and would be refused. Without a checkpoint, --resume auto starts from the beginning"
         )
 
-    def _micro_steps(self, number: int) -> Tensor:
-        """Forward and backward of all micro-steps; this rank's share of the loss. FSDP reduces after the last one."""
-        settings, crew = self.settings, self.crew
-        fsdp = cast(FSDPModule, self.model)
-        total = torch.zeros((), dtype=torch.float64, device=crew.device.device)
-        for micro in range(settings.accumulate):
-            fsdp.set_requires_gradient_sync(micro == settings.accumulate - 1)
-            self.pulse.at(number, "reading")
-            tokens, targets = self._rows(number, micro)
-            self.pulse.at(number, "forward")
-            with torch.autocast(crew.device.device.type, torch.bfloat16, enabled=settings.dtype == "bfloat16"):
-                loss = self.model.loss(
-                    tokens,
-                    targets,
-                    ring=crew.ring,
-                    seq_len=settings.tokens,
-                    group=dist.group.WORLD,
-                    gradients="averaged",
-                )
-            self.pulse.at(number, "backward")
-            (loss / settings.accumulate).backward()
-            total += loss.detach().double() / settings.accumulate
-        return total
 
-    def _rows(self, step: int, micro: int) -> tuple[Tensor, Tensor]:
-        """This rank's rows of this micro-step's sequences, and the byte that follows each."""
-        settings, crew = self.settings, self.crew
-        layout = crew.ring.layout_of(settings.tokens)
-        first = ((step * settings.accumulate + micro) * crew.data_size + crew.data_rank) * settings.batch
-        sequences = []
-        for number in range(first, first + settings.batch):
-            begin = self.corpus.start_of(settings.seed, number, settings.tokens)
-            spans = layout.spans(crew.ring.rank)
-            # One byte more than the span: the target of its last row may be another rank's row.
-            sequences.append([self.corpus.read(begin + s.start, begin + s.stop + 1) for s in spans])
-        tokens = torch.stack([torch.cat([part[:-1] for part in parts]) for parts in sequences])
-        targets = torch.stack([torch.cat([part[1:] for part in parts]) for parts in sequences])
-        return tokens.long().to(crew.device.device), targets.long().to(crew.device.device)
-
-    def _explained(self, error: RuntimeError) -> rs.RingError | None:
-        """What a collective says of a lost rank, in plain words; None if the error is another."""
-        lost = isinstance(error, dist.DistError) or "gloo" in str(error)
-        if not lost or isinstance(error, (RunError, rs.RingError)):
-            return None
-        return rs.RingError(
-            f"rank {self.crew.rank}: step {self.pulse.step + 1}, {self.pulse.doing}: another rank is gone, or did not "
-            f"answer within {self.settings.patience:g} s ({error})"
-        )
+def _start_watchdog(folder: Path) -> Watchdog:
+    """The watchdog of this rank; the rank is known from torchrun before there is a process group."""
+    launched = dist.is_torchelastic_launched()
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"]) if launched else 0
+    watchdog = Watchdog(folder, rank, os.getppid() if launched else None)
+    watchdog.start()
+    return watchdog
