@@ -1,4 +1,4 @@
-"""What commands print is what they mean: brackets are no markup, and install commands work from a clone."""
+"""Commands print text unchanged: brackets are not markup, and install commands work from a clone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(*arguments: str, status: int = 0) -> str:
     return " ".join(result.output.replace("│", " ").split())
 
 
-def test_doctor_prints_install_commands_whole() -> None:
+def test_doctor_prints_whole_install_commands() -> None:
     with mock.patch.object(doctor, "_version", return_value=""):
         said, found = run("doctor"), json.loads(run("doctor", "--json"))
     assert found["missing"]["typer"] == "pip install -c constraints.txt -e '.[cli]'"
@@ -35,13 +35,13 @@ def test_doctor_prints_install_commands_whole() -> None:
         assert install in said
 
 
-def test_bench_prints_install_commands_whole() -> None:
+def test_bench_prints_whole_install_commands() -> None:
     with mock.patch.object(cases.importlib.util, "find_spec", return_value=None):
         said = run("bench", "--peers", "--pattern", "full", "--tokens", "256", "--dry-run")
     assert "pip install -c constraints.txt -e '.[peers]'" in said
 
 
-def test_errors_print_install_commands_whole(tmp_path: Path) -> None:
+def test_errors_print_whole_install_commands(tmp_path: Path) -> None:
     with mock.patch.dict(sys.modules, {"matplotlib": None, "ringspan.draw": None}):
         said = run("plan", "--no-measure", "--draw", str(tmp_path), status=2)
     assert "pip install -c constraints.txt -e '.[plot]'" in said
@@ -51,7 +51,7 @@ def test_every_install_command_names_an_extra_of_this_clone() -> None:
     extras = set(metadata.metadata("ringspan").get_all("Provides-Extra") or ())
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*")]
     text = "".join(path.read_text() for path in [*pages, *(ROOT / "src").rglob("*.py")])
-    assert "ringspan[" not in text, "ringspan is on no package index"
+    assert "ringspan[" not in text, "ringspan is not on a package index"
     named = set(re.findall(r"""(?:pip install [^`\n]*'\.\[|install_command\("|missing_package\(.*")(\w+)""", text))
     assert {"cli", "train", "plot", "peers", "transformers"} <= named <= extras
 
@@ -62,15 +62,15 @@ def test_a_console_prints_brackets(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=lambda path: path.name)
-def test_commands_print_through_that_console(path: Path) -> None:
-    """Progress bars and spinners read markup themselves."""
+def test_commands_use_this_console(path: Path) -> None:
+    """Progress bars and spinners parse markup on their own."""
     text = path.read_text()
     assert path.name == "console.py" or not re.search(r"(?<!_)\bConsole\(", text)
     for column in re.findall(r"TextColumn\((.*)\)", text):
         assert "fields" not in column or "markup=False" in column, column
 
 
-def test_a_folder_with_brackets_is_named_whole(tmp_path: Path) -> None:
+def test_a_folder_name_with_brackets_is_printed_unchanged(tmp_path: Path) -> None:
     folder = tmp_path / "runs[red]1[end]"
     small = ["--model", "nano", "--segment-lengths", "32", "--dilation-rates", "1", "--tokens", "64", "--steps", "1"]
     said = run("train", str(ROOT / "src/ringspan/cli"), *small, "--out", str(folder))

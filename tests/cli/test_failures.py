@@ -1,4 +1,4 @@
-"""What ends a command early is one sentence with an exit status, printed once, whatever the number of ranks."""
+"""An error ends a command with one sentence and an exit status, printed once for any number of ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.ranks import starts_processes
 pytestmark = starts_processes
 
 HANG = 300  # seconds
-NOWHERE = Path("/proc/ringspan")  # nobody can write there, not even root
+NOWHERE = Path("/proc/ringspan")  # not writable, even for root
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_under_torchrun_an_error_is_printed_once(command: str, words: str, tmp_p
     assert done.stderr.count("Traceback") <= 1  # torchrun's own
 
 
-def test_a_rank_that_failed_alone_says_so_itself(
+def test_a_rank_that_failed_alone_reports_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "here")
@@ -61,7 +61,7 @@ def test_a_rank_that_failed_alone_says_so_itself(
         raise RunError("the disk is full")
     assert ended.value.exit_code == 1
     assert capsys.readouterr().err == "rank 3: the disk is full\n"
-    assert waits == [console._HEAD_START]  # torchrun ends it meanwhile, if rank 0 has failed as well
+    assert waits == [console._HEAD_START]  # torchrun stops it during the wait if rank 0 has failed as well
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_a_rank_that_failed_alone_says_so_itself(
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_expected_errors_are_a_sentence(error: Exception, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_expected_errors_are_one_sentence(error: Exception, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit) as ended, console.reported():
         raise error
     assert ended.value.exit_code == 1
@@ -85,8 +85,8 @@ def test_expected_errors_are_a_sentence(error: Exception, sentence: str, capsys:
     assert said.count("\n") == 1
 
 
-@pytest.mark.parametrize("error", [RuntimeError("a defect"), BrokenPipeError(), TypeError("a defect"), typer.Exit(3)])
-def test_defects_keep_their_traceback(error: Exception) -> None:
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), BrokenPipeError(), TypeError("a bug"), typer.Exit(3)])
+def test_bugs_keep_their_traceback(error: Exception) -> None:
     with pytest.raises(type(error)), console.reported():
         raise error
 
@@ -101,7 +101,7 @@ def test_defects_keep_their_traceback(error: Exception) -> None:
         f"train --tokens 64 --steps 1 --out {NOWHERE}",
     ],
 )
-def test_places_that_cannot_be_written_are_a_sentence(command: str) -> None:
+def test_an_unwritable_folder_is_one_sentence(command: str) -> None:
     done = CliRunner().invoke(app, command.split(), env={"COLUMNS": "200"})
     assert done.exit_code in (1, 2), done.output
     assert isinstance(done.exception, SystemExit), done.output

@@ -1,4 +1,4 @@
-"""Every option says what it does and what it is by default; presets say what they are for."""
+"""Every option has help and a default; presets are described."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from ringspan.cli.app import COMMANDS, app, load_command
 from ringspan.train.config import PRESETS
 
-NOTHING = {"config", "into", "draw", "prompt_file", "suite"}  # not given, they do nothing
+OPTIONAL = {"config", "into", "draw", "prompt_file", "suite"}  # without a default
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -20,12 +20,12 @@ def test_every_option_has_help_and_a_default(name: str) -> None:
         assert option.help or option.name == "help", option.name
         if (
             option.param_type_name != "option"
-            or option.name in NOTHING
+            or option.name in OPTIONAL
             or (option.is_flag and not option.secondary_opts)
         ):
             continue
-        told = isinstance(option.show_default, str) or (option.show_default and option.default not in (None, ""))
-        assert told, option.name
+        shown = isinstance(option.show_default, str) or (option.show_default and option.default not in (None, ""))
+        assert shown, option.name
 
 
 @pytest.mark.parametrize("name", COMMANDS)

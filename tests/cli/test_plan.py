@@ -195,7 +195,7 @@ def test_help_takes_little_cpu_time(arguments: list[str]) -> None:
         assert child("-m", "ringspan", *arguments).returncode == 0
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert statistics.median(spent) < 4  # half a second on a quiet machine
+    assert statistics.median(spent) < 4  # on a quiet machine half a second, or two where torch is imported
 
 
 def test_ctrl_c_ends_everything_quietly() -> None:

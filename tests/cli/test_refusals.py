@@ -1,4 +1,4 @@
-"""What a command cannot do it refuses with status 2, naming the value, the rule and the way out."""
+"""Invalid arguments exit with status 2 and name the value, the rule and the way out."""
 
 import pytest
 from typer.testing import CliRunner
@@ -45,7 +45,7 @@ from ringspan.cli.app import app
         (f"verify --into {__file__}", ["--into", "needs one line '<!-- ringspan verify -->'"]),
     ],
 )
-def test_bad_values_are_refused_with_the_way_out(command: str, words: list[str]) -> None:
+def test_invalid_values_are_refused_with_the_way_out(command: str, words: list[str]) -> None:
     result = CliRunner().invoke(app, command.split(), env={"COLUMNS": "200"})
     assert result.exit_code == 2, result.output
     said = " ".join(result.stderr.replace("│", " ").split())

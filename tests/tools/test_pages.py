@@ -1,4 +1,4 @@
-"""Pages of results: the same page as Markdown and as one HTML file that a real browser opens without network."""
+"""Pages of results: the same page as Markdown, and as one HTML file that a real browser opens without network."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def page() -> Page:
     )
 
 
-def test_markdown_has_everything(page: Page) -> None:
+def test_markdown_has_all_parts(page: Page) -> None:
     text = markdown(page, "figures")
     assert text.startswith("# A report\n\n**FAIL.** It is.\n")
     assert "| a \\| b | pass |" in text
@@ -33,10 +33,13 @@ def test_markdown_has_everything(page: Page) -> None:
     assert "`ringspan verify`" in text
 
 
-def test_html_needs_nothing_else(page: Page) -> None:
+def test_html_is_self_contained(page: Page) -> None:
     text = html(page)
-    assert "&lt;script&gt;" in text  # what comes from a result is text, never markup
+    assert "&lt;script&gt;" in text  # results are escaped, never markup
     assert "<script" not in text
+    assert 'class="verdict fail"' in text
+    assert 'name="viewport"' in text
+    assert text.count('data-label="check"') == 2  # the header of each cell, where a phone shows no table head
     sources = re.findall(r'(?:src|href)="([^"]*)"', text)
     assert sources
     assert all(source.startswith("data:") for source in sources)
@@ -56,13 +59,13 @@ def test_a_report_opens_in_a_browser_without_network(page: Page, tmp_path: Path)
     assert not complaints
 
 
-def test_pictures_lie_beside_the_markdown(page: Page, tmp_path: Path) -> None:
+def test_pictures_are_written_next_to_the_markdown(page: Page, tmp_path: Path) -> None:
     paths = write_page(page, tmp_path / "new", "report")
     assert (tmp_path / "new/figures/curve.png").stat().st_size > 1000
     assert paths["markdown"].read_text() == markdown(page, "figures")
 
 
-def test_only_what_is_between_the_markers_is_replaced(tmp_path: Path) -> None:
+def test_only_the_text_between_the_markers_is_replaced(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
     readme.write_text("before\n<!-- ringspan verify -->\nold\n<!-- end of ringspan verify -->\nafter\n")
     for lines in (["new"], ["newer", "still"]):

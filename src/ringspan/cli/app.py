@@ -15,14 +15,14 @@ from ringspan.cli.console import reported
 # Each command is the function of the same name in the module of the same name.
 COMMANDS = {
     "verify": "Check on this machine that a ring is exact, sharded and fast.",
-    "plan": "Show what each rank of a ring would compute, send and hold, without running it.",
+    "plan": "Show what each rank of a ring would compute, send and hold.",
     "rehearse": "Run some ranks of a large ring on this machine, one at a time.",
-    "stream": "Compute attention over a sequence larger than memory, and check samples of it.",
-    "bench": "Measure speed, memory and the longest possible sequence; compare implementations.",
-    "train": "Train a LongNet on the bytes of any files, in one process or under torchrun.",
+    "stream": "Compute attention over a sequence larger than memory.",
+    "bench": "Measure speed, memory and maximum length; compare with others.",
+    "train": "Train a LongNet on any files, in one process or under torchrun.",
     "evaluate": "Score a trained model on held-out text, by context length.",
     "generate": "Continue a prompt with a trained model.",
-    "doctor": "Show what works on this machine, what is missing, and how to install it.",
+    "doctor": "Show what works on this machine, and how to install the rest.",
 }
 
 

@@ -16,7 +16,7 @@ from ringspan.tools.pages import print_page, split_at_markers, write_into, write
 from ringspan.tools.verify.check import ByRing
 from ringspan.tools.verify.run import MEASUREMENTS, failed_ring, find_ranks, judge_all, measure_rank
 from ringspan.tools.verify.verify_page import FAIL, PASS, as_json_document, make_page, readme_lines, status
-from ringspan.tools.verify.workload import Implementation, VerifySettings, default_tokens, settings_for
+from ringspan.tools.verify.workload import AttentionUnderTest, VerifySettings, default_tokens, settings_for
 
 _MARKER = "ringspan verify"
 
@@ -113,17 +113,17 @@ def verify(
     raise typer.Exit(exit_status)
 
 
-def _implementation(attention: str, pattern: str, layout: str) -> Implementation:
+def _implementation(attention: str, pattern: str, layout: str) -> AttentionUnderTest:
     try:
         if attention:
-            return Implementation.load(attention)
+            return AttentionUnderTest.load(attention)
         check_layout_name(layout)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    return Implementation(pattern=read_as("--pattern", read_pattern, pattern), layout=cast("LayoutName", layout))
+    return AttentionUnderTest(pattern=read_as("--pattern", read_pattern, pattern), layout=cast("LayoutName", layout))
 
 
-def _settings(implementation: Implementation, sizes: list[int], tokens: str, dtype: str) -> VerifySettings:
+def _settings(implementation: AttentionUnderTest, sizes: list[int], tokens: str, dtype: str) -> VerifySettings:
     exact_dtype = read_as("--dtype", read_dtype, dtype or ("float64" if implementation.is_ringspan else "float32"))
     length = read_as("--tokens", read_count, tokens) if tokens else default_tokens(implementation.pattern)
     return settings_for(implementation, sizes, length, exact_dtype)

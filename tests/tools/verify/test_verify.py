@@ -14,7 +14,7 @@ from ringspan.tools.verify.expected import expect
 from ringspan.tools.verify.run import MEASUREMENTS, LocalRanks, failed_ring, judge_all, measure_rank
 from ringspan.tools.verify.speed import SpeedMeasurement
 from ringspan.tools.verify.verify_page import FAIL, INCOMPLETE, PASS, headline, make_page, status
-from ringspan.tools.verify.workload import Implementation, VerifySettings, default_tokens, settings_for, shortened
+from ringspan.tools.verify.workload import AttentionUnderTest, VerifySettings, default_tokens, settings_for, shortened
 from tests.ranks import starts_processes
 from tests.tools.verify.faulty import TWELVE
 
@@ -55,7 +55,7 @@ PATTERN = Dilated((32, 256, 2048), (1, 4, 16))
 def measure_all(
     group: Any,
     device: Any,
-    implementations: tuple[Implementation, ...],
+    implementations: tuple[AttentionUnderTest, ...],
     settings: VerifySettings,
     names: tuple[str, ...],
 ) -> list[Measured]:
@@ -63,13 +63,13 @@ def measure_all(
     return [measure_rank(group, device, implementation, settings, names, oracle) for implementation in implementations]  # type: ignore[arg-type]
 
 
-def settings_of(implementation: Implementation, sizes: list[int], tokens: int, dtype: str) -> VerifySettings:
+def settings_of(implementation: AttentionUnderTest, sizes: list[int], tokens: int, dtype: str) -> VerifySettings:
     return dataclasses.replace(settings_for(implementation, sizes, tokens, dtype), trials=1)
 
 
 @lru_cache
 def measured_by_ring(
-    implementations: tuple[Implementation, ...], settings: VerifySettings, memory: bool
+    implementations: tuple[AttentionUnderTest, ...], settings: VerifySettings, memory: bool
 ) -> list[ByRing]:
     """One launch for each ring size serves all implementations."""
     found: list[ByRing] = [{} for _ in implementations]
@@ -81,9 +81,9 @@ def measured_by_ring(
     return found
 
 
-def measurements_of(name: str) -> tuple[Implementation, ByRing, VerifySettings]:
+def measurements_of(name: str) -> tuple[AttentionUnderTest, ByRing, VerifySettings]:
     names = LARGE if name in LARGE else SMALL
-    implementations = tuple(Implementation.load(f"tests.tools.verify.faulty:{each}") for each in names)
+    implementations = tuple(AttentionUnderTest.load(f"tests.tools.verify.faulty:{each}") for each in names)
     settings = settings_of(implementations[0], [1, 2], 4224, "float32")
     return (
         implementations[names.index(name)],
@@ -103,7 +103,7 @@ def failing(checks: dict[str, Check]) -> dict[str, str]:
 
 @pytest.mark.parametrize("layout", [pytest.param("contiguous", marks=pytest.mark.slow), "zigzag"])
 def test_ringspan_passes(layout: Any) -> None:
-    implementation = Implementation(pattern=PATTERN, layout=layout)
+    implementation = AttentionUnderTest(pattern=PATTERN, layout=layout)
     settings = settings_of(implementation, [1, 2], 2048, "float64")
     (measured,) = measured_by_ring((implementation,), settings, memory=True)
     checks = {check.name: check for check in judge_all(measured, settings)}
@@ -255,7 +255,7 @@ def test_disturbed_times_are_neither_judged_nor_shown() -> None:
 
 
 def test_the_named_pattern_runs_and_rates_never_change() -> None:
-    implementation = Implementation(pattern=Dilated((2048, 16384, 65536), (1, 8, 32)))
+    implementation = AttentionUnderTest(pattern=Dilated((2048, 16384, 65536), (1, 8, 32)))
     settings = settings_for(implementation, [1, 2, 4], default_tokens(implementation.pattern), "float64")
     assert {case.pattern.dilation_rates for case in settings.all_cases} == {(1, 8, 32)}  # type: ignore[union-attr]
     for case in (settings.memory, settings.counted, settings.speed, settings.exact[-1]):
@@ -269,7 +269,7 @@ def test_the_named_pattern_runs_and_rates_never_change() -> None:
 
 def test_cases_cover_odd_rows_batches_heads_and_lengths() -> None:
     settings = settings_for(
-        Implementation("tests.tools.verify.faulty:honest", Full(), "contiguous"), [1, 2, 4], 8192, "float32"
+        AttentionUnderTest("tests.tools.verify.faulty:honest", Full(), "contiguous"), [1, 2, 4], 8192, "float32"
     )
     assert all(case.tokens % 4 == 0 and case.tokens // 4 % 2 for case in settings.exact)
     assert {1, 3, 5} < {case.heads for case in settings.exact}
@@ -296,4 +296,4 @@ def test_shortened_patterns_keep_their_rates() -> None:
 )
 def test_an_invalid_target_is_refused(target: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        Implementation.load(target)
+        AttentionUnderTest.load(target)

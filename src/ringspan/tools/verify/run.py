@@ -19,7 +19,7 @@ from ringspan.runtime.launch import run_local_ranks
 from ringspan.tools.verify import check, exactness, flops, memory, speed, traffic, visibility
 from ringspan.tools.verify.check import ByRing, Check, Failed, Harness, Measured
 from ringspan.tools.verify.expected import Oracle, expect
-from ringspan.tools.verify.workload import Implementation, VerifySettings
+from ringspan.tools.verify.workload import AttentionUnderTest, VerifySettings
 
 # Memory comes first, while the process is fresh; cases that an implementation may refuse come last.
 MEASUREMENTS: dict[str, Callable[[Harness], Any]] = {
@@ -56,7 +56,7 @@ CHECKS: tuple[Callable[[ByRing, VerifySettings], Check], ...] = (
 def measure_rank(
     group: dist.ProcessGroup,
     device: Device,
-    implementation: Implementation,
+    implementation: AttentionUnderTest,
     settings: VerifySettings,
     measurements: Sequence[str] = tuple(MEASUREMENTS),
     oracle: Oracle = expect,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from ringspan.tools.verify.check import ByRing, Measured
     from ringspan.tools.verify.traffic import TrafficMeasurement
-    from ringspan.tools.verify.workload import Implementation, VerifySettings
+    from ringspan.tools.verify.workload import AttentionUnderTest, VerifySettings
 
 # Exit statuses of the command; 2 is an invalid command line.
 PASS, FAIL, INCOMPLETE = 0, 1, 3
@@ -73,7 +73,7 @@ def _listed(words: Sequence[str]) -> str:
 
 
 def make_page(
-    implementation: Implementation,
+    implementation: AttentionUnderTest,
     settings: VerifySettings,
     where: str,
     measured: ByRing,
@@ -223,7 +223,7 @@ def draw(memory: dict[int, int], seconds: dict[int, float], settings: VerifySett
 
 
 def as_json_document(
-    implementation: Implementation,
+    implementation: AttentionUnderTest,
     settings: VerifySettings,
     where: str,
     measured: ByRing,

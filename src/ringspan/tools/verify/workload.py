@@ -27,7 +27,7 @@ _MIN_RING_FOR_LARGE_PARCELS = 4
 
 
 @dataclass(frozen=True)
-class Implementation:
+class AttentionUnderTest:
     """The attention under test; can be sent to another process.
 
     ``target`` is ``package.module:function``, or empty for ringspan. Other functions compute full attention.
@@ -47,12 +47,12 @@ class Implementation:
         return self.target or f"ringspan, {self.pattern.text}"
 
     @staticmethod
-    def load(target: str) -> Implementation:
+    def load(target: str) -> AttentionUnderTest:
         """Another function. Its attributes ``layout`` and ``equal_shards`` say which rows each rank holds."""
         function = _import_function(target)
         layout: Any = getattr(function, "layout", "contiguous")
         check_layout_name(layout)
-        return Implementation(target, Full(), layout, bool(getattr(function, "equal_shards", False)))
+        return AttentionUnderTest(target, Full(), layout, bool(getattr(function, "equal_shards", False)))
 
     def bind(self, group: dist.ProcessGroup) -> BoundImplementation:
         """The implementation as this rank of the group calls it."""
@@ -64,7 +64,7 @@ class Implementation:
 class BoundImplementation:
     """An implementation on one rank. For other functions, ``ring`` only says which rank holds which rows."""
 
-    implementation: Implementation
+    implementation: AttentionUnderTest
     ring: Ring
     function: GroupAttention | None
 
@@ -143,7 +143,7 @@ class VerifySettings:
         return (*single, *self.exact, *self.uneven, *self.grouped)
 
 
-def settings_for(implementation: Implementation, sizes: list[int], tokens: int, dtype: str) -> VerifySettings:
+def settings_for(implementation: AttentionUnderTest, sizes: list[int], tokens: int, dtype: str) -> VerifySettings:
     """The cases for an implementation on rings of these sizes; ``tokens`` is the length of the long runs.
 
     Each length divides evenly over every ring, because many implementations need that. The lengths for exactness leave
@@ -205,7 +205,7 @@ def default_tokens(pattern: Pattern) -> int:
     return min(max(pattern.segment_lengths), _MAX_DEFAULT_TOKENS)
 
 
-def _has_large_parcels(implementation: Implementation, case: VerifyCase) -> bool:
+def _has_large_parcels(implementation: AttentionUnderTest, case: VerifyCase) -> bool:
     parcels = [
         plan(
             case.pattern,
