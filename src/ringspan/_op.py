@@ -1,8 +1,8 @@
-"""Attention as registered operators, so that torch.compile takes it whole and checkpointing can keep it.
+"""Attention as custom operators, so that torch.compile and selective checkpointing treat it as one operation.
 
-Registration, fake tensors and autograd, nothing else. Operators take tensors and plain values only: pattern and order
-arrive as their texts, packed lengths as an int64 tensor (so that new lengths do not recompile), kernel and ring by
-name. What is computed is in `ringspan.execute`.
+Only registration, fake tensors and autograd; `ringspan.execute` computes. Operators take tensors and plain values:
+pattern and order as text, packed lengths as an int64 tensor (so that new lengths do not recompile), kernel and ring by
+name.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def attention_op(
     seq_len: int | None,
     needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, lse, and the length of the whole sequence as the ranks agreed on it."""
+    """Output, lse, and the length of the whole sequence on which the ranks agreed."""
     call = _call(pattern, order, causal, scale, kernel, ring)
     out, lse, whole = call.forward(q, k, v, lengths, seq_len, needs)
     if seq_len is None:
@@ -85,7 +85,7 @@ def attention_backward_op(
     ring: str,
     needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; an empty tensor for each that is not needed."""
+    """Gradients of q, k and v; an empty tensor for any that is not needed."""
     call = _call(pattern, order, causal, scale, kernel, ring)
     need_q, need_k, need_v = needs
     dq, dk, dv = (
@@ -111,14 +111,14 @@ def _save_for_backward(ctx: Any, inputs: Values, output: tuple[Tensor, Tensor, T
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *output, *(() if lengths is None else (lengths,)))
     ctx.values, ctx.needs = values, needs
-    ctx.kept = _call(*values)  # a ring or an order that nobody else holds lives until backward is done
+    ctx.kept = _call(*values)  # keeps the ring and the order alive until backward
 
 
 def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: None) -> Values:
     q, k, v, out, lse, seq_len, *lengths = ctx.saved_tensors
     needs = list(ctx.needs)
     if grad_out is None and grad_lse is None:
-        grad_out = torch.zeros_like(out)  # other ranks may need this one's part of the schedule
+        grad_out = torch.zeros_like(out)  # other ranks may wait for this rank's part of backward
     packed = lengths[0] if lengths else None
     grads = attention_backward_op(grad_out, grad_lse, q, k, v, out, lse, seq_len, packed, *ctx.values, needs)
     no_grads = (None,) * (3 + len(ctx.values))
@@ -130,8 +130,8 @@ attention_op.register_autograd(_backward, setup_context=_save_for_backward)
 
 def _no_double_backward(ctx: Any, *grads: Tensor | None) -> Values:
     raise NotImplementedError(
-        "ringspan.attention has first derivatives only: a double backward (create_graph=True, gradient "
-        "penalties) is not supported. Use ringspan.oracle.dense_attention for small problems that need it."
+        "ringspan.attention does not support double backward (create_graph=True, gradient penalties). For small "
+        "problems, use ringspan.oracle.dense_attention, which does."
     )
 
 

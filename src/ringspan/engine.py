@@ -1,8 +1,8 @@
-"""The engine: computes the tiles of a rank's plan, forward and backward. The only part that sees all others.
+"""The engine computes the tiles of a rank's plan, forward and backward.
 
-Both directions work alike: for each tile, take its views, cut them into calls that fit the workspace, and let the
-kernel compute each. Forward merges partial results by the online softmax; backward adds up shares of the gradients,
-which need nothing but the final out and lse (docs/derivation.md).
+Both passes take the strided views of a tile, cut them into kernel calls that fit the workspace, and run the kernel.
+Forward merges partial results with the online softmax. Backward adds up each tile's share of the gradients, which needs
+only the final out and lse (docs/derivation.md).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ringspan.schedule import ParcelGradients, RankRun, parcel_rows, run_schedul
 from ringspan.softmax import merge_, put_
 from ringspan.views import Block, CallSize, Operands, blocks, comb_view, fold
 
-# What the kernel calls of a tile may hold at a time: small enough to stay in cache, and the only memory
-# beside inputs, outputs, their accumulators and parcels.
+# Bytes that the results of a kernel call may take: small enough to stay in cache. This is the only memory besides
+# inputs, outputs, their accumulators and parcels.
 WORKSPACE_BYTES = 16 * 2**20
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -67,16 +67,16 @@ class ForwardRun(RankRun):
 def forward_tile_(
     tile: Tile, query_side: Operands, key_side: Operands, *, scale: float, kernel: Kernel, counters: Counters
 ) -> None:
-    """Compute one tile, and merge it into ``out`` and ``lse`` of the query side."""
+    """Compute one tile and merge it into ``out`` and ``lse`` of the query side, in place."""
     q, wide = query_side["q"], query_side["out"].dtype
-    # Twice the result: calls of different sizes follow one another, and the allocator keeps holes of about one of them.
+    # Twice the result: call sizes vary, and the allocator's fragmentation is about one result.
     row_bytes = 2 * q.shape[-1] * (q.element_size() + (0 if q.dtype == wide else wide.itemsize))
     for x, block in _calls(tile, query_side, key_side, kernel, row_bytes):
         part, part_lse = kernel.forward(x["q"], x["k"], x["v"], block.causal, scale)
         with counters.holding(part, part_lse):
             combine_ = put_ if tile.fresh and block.first else merge_
             combine_(x["out"], x["lse"], part, part_lse)
-        del part, part_lse  # before the next call makes its own
+        del part, part_lse  # before the next call allocates its results
 
 
 class BackwardRun(RankRun):
@@ -121,7 +121,7 @@ class BackwardRun(RankRun):
         self._row_bytes = q.shape[-1] * q.element_size() * (3 if grad_lse is None else 6)
         self._scale, self._kernel, self._needs = scale, kernel, needs
         self._parcel_grads = ParcelGradients(plan, transport, k, self._own_grads)
-        self._shares: dict[Parcel, Tensor] = {}  # of this hop's parcels
+        self._shares: dict[Parcel, Tensor] = {}  # gradients of this hop's parcels
 
     def compute(self, number: int) -> None:
         self._shares = self._parcel_grads.zeros(self.plan.hop(number))
@@ -140,7 +140,7 @@ class BackwardRun(RankRun):
             shares = self._kernel.backward(*operands, causal, self._scale, self._needs)
             with self.transport.counters.holding(*shares):
                 _add_shares(x, shares)
-            del shares  # before the next call makes its own
+            del shares  # before the next call allocates its results
         if "grad_lse" in x:
             _add_shares(x, _lse_shares(x, causal, self._scale, self._kernel, self._needs))
 
@@ -158,7 +158,7 @@ class BackwardRun(RankRun):
 def run_forward(
     plan: RankPlan, transport: Transport, q: Tensor, k: Tensor, v: Tensor, *, scale: float, kernel: Kernel
 ) -> tuple[Tensor, Tensor]:
-    """`ForwardRun` of a single rank, run to its end."""
+    """Run the forward pass of a single rank."""
     run = ForwardRun(plan, transport, q, k, v, scale=scale, kernel=kernel)
     run_schedule([run])
     return run.results
@@ -167,7 +167,7 @@ def run_forward(
 def run_backward(
     plan: RankPlan, transport: Transport, *tensors: Tensor | None, scale: float, kernel: Kernel, needs: Needs
 ) -> Gradients:
-    """`BackwardRun` of a single rank, run to its end."""
+    """Run the backward pass of a single rank."""
     run = BackwardRun(plan, transport, *tensors, scale=scale, kernel=kernel, needs=needs)  # type: ignore[arg-type]
     run_schedule([run])
     return run.results
@@ -176,7 +176,7 @@ def run_backward(
 def _calls(
     tile: Tile, query_side: Operands, key_side: Operands, kernel: Kernel, row_bytes: int
 ) -> Iterator[tuple[Operands, Block]]:
-    """The kernel calls of a tile: operands (x, y, rows[, dim]) by name, and which block of it they are."""
+    """The kernel calls of a tile: operands (x, y, rows[, dim]) by name, and the block of the tile they cover."""
     group = query_side["q"].shape[2] // key_side["k"].shape[2]
     views = {name: comb_view(x, tile.queries, group) for name, x in query_side.items()}
     for name, x in key_side.items():
@@ -197,10 +197,10 @@ def _calls(
 def _lse_shares(
     x: Operands, causal: bool, scale: float, kernel: Kernel, needs: Needs
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """A block's share of the gradient that comes in through lse.
+    """A block's share of the gradients of q and k that come from the gradient of lse.
 
-    The derivative of lse by a score is its softmax weight. The flash backward computes weight x (dP - delta)
-    with delta = sum(grad_out x out): with v = 0, out = -e1 and grad_out = grad_lse e1 that is weight x grad_lse.
+    The derivative of lse with respect to a score is its softmax weight. The flash backward computes weight x (dP -
+    delta) with delta = sum(grad_out x out): with v = 0, out = -e1 and grad_out = grad_lse e1 that is weight x grad_lse.
     """
     first = torch.eye(1, x["q"].shape[-1], dtype=x["q"].dtype, device=x["q"].device).squeeze(0)
     grad_out = x["grad_lse"].to(first.dtype).unsqueeze(-1) * first
@@ -219,7 +219,7 @@ def _add_shares(x: Operands, shares: tuple[Tensor | None, Tensor | None, Tensor 
 
 
 def _add(total: Tensor, share: Tensor) -> None:
-    for dim in (0, 1):  # keys that several query heads share: their gradient is the sum
+    for dim in (0, 1):  # keys shared by several query heads: their gradient is the sum
         if total.shape[dim] > 1 and total.stride(dim) == 0:
             total, share = total.narrow(dim, 0, 1), share.sum(dim, keepdim=True, dtype=total.dtype)
     total.add_(share)
@@ -230,8 +230,8 @@ def _present(**operands: Tensor | None) -> Operands:
 
 
 def with_dense_rows(x: Tensor, zero_strides: bool = True) -> Tensor:
-    """Kernels read rows whose elements lie side by side, and some no expanded ones; anything else is copied once."""
+    """The tensor, or a copy if its last dimension is not dense, or if it is expanded and the kernel refuses that."""
     expanded = any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True))
     if x.stride(-1) == 1 and (zero_strides or not expanded):
         return x
-    return x.clone(memory_format=torch.contiguous_format)  # contiguous() leaves the strides of single elements alone
+    return x.clone(memory_format=torch.contiguous_format)  # contiguous() keeps the strides of dimensions of size 1

@@ -1,7 +1,7 @@
 """One call of attention, forward and backward: agree on the length, plan, run the schedule, merge.
 
-Most calls take one pass over the rows as they lie. An order rearranges them for the duration of a pass, and a causal
-call under an order can take one pass per branch (`ringspan.order.passes`); the engine sees rows, and nothing of this.
+Most calls take one pass. With an order, rows are permuted during a pass, and a causal call can take one pass per branch
+(`ringspan.order.passes`). The engine does not know about orders.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from ringspan.softmax import merge_
 from ringspan.validation import without_autocast
 
 TensorsWithRowDim = Sequence[tuple[Tensor | None, int]]
-StartRun = Callable[..., ForwardRun | BackwardRun]  # of a rank's plan, its transport and its rows of the tensors
+StartRun = Callable[..., ForwardRun | BackwardRun]  # takes a rank's plan, its transport and its rows of the tensors
 
 
 @dataclass(frozen=True)
 class Call:
-    """What is computed, apart from the tensors, and on which ring."""
+    """The arguments of a call other than tensors, and the ring that it runs on."""
 
     pattern: Pattern
     order: Order | None
@@ -43,7 +43,7 @@ class Call:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, seq_len: int | None, needs: Sequence[bool]
     ) -> tuple[Tensor, Tensor, int]:
-        """Output, lse, and the length of the whole sequence as the ranks agreed on it."""
+        """Output, lse, and the length of the whole sequence on which the ranks agreed."""
         layout = self.backend.agree(q.shape[1], lambda: self._metadata(q, k, v, lengths, needs), seq_len, q)
         start = partial(ForwardRun, scale=self.scale, kernel=self.kernel)
         ranks: list[list[Any]] = []
@@ -87,7 +87,7 @@ class Call:
         ]
 
     def _passes(self, layout: Layout, lengths: Tensor | None) -> list[_PassOverRows]:
-        """The passes of the call; raises if documents or order do not fit the rows."""
+        """The passes of the call. Raises if the documents or the order do not fit the rows."""
         documents = Documents((layout.rows,) if lengths is None else tuple(lengths.tolist()))
         documents.check_rows(layout.rows)
         found = passes(self.pattern, self.order, self.causal)
@@ -98,7 +98,7 @@ class Call:
     def _metadata(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, needs: Sequence[bool]
     ) -> dict[str, Any]:
-        """What ranks must agree on, and the fingerprint of their rows."""
+        """What the ranks must agree on, and a fingerprint of this rank's rows."""
         batch, _, heads, head_dim = q.shape
         return {
             "call": "attention",
@@ -116,7 +116,7 @@ class Call:
 
 @dataclass(frozen=True)
 class _PassOverRows:
-    """One pass of a call, over rows whose layout the ranks have agreed on."""
+    """One pass of a call, over rows in the layout on which the ranks agreed."""
 
     one: Pass
     backend: Backend
@@ -124,9 +124,9 @@ class _PassOverRows:
     documents: Documents
 
     def run(self, k: Tensor, tensors: TensorsWithRowDim, start: StartRun, row_dims: Sequence[int]) -> list[list[Any]]:
-        """Run the pass on every rank of this process; each rank's results, with its rows as they were before.
+        """Run the pass on every rank of this process. Returns the results of each rank, in the order of its inputs.
 
-        ``tensors`` come with the dimension of their rows; ``row_dims`` are those of the results.
+        Each tensor comes with its row dimension; ``row_dims`` are the row dimensions of the results.
         """
         runs, arrangements = [], []
         for rank, transport, parts in self.backend.shard(self.layout, tensors):
@@ -141,7 +141,7 @@ class _PassOverRows:
         with without_autocast(k.device):
             run_schedule(runs)
         found = [list(run.results) for run in runs]
-        del runs  # rearranged copies are as large as the rows: free them before the results are put back in order
+        del runs  # frees the permuted copies before the results are permuted back
         for results, arranged in zip(found, arrangements, strict=True):
             for i, (x, dim) in enumerate(zip(results, row_dims, strict=True)):
                 results[i] = x if arranged is None or x is None else arranged.restore(x, dim)
@@ -149,7 +149,7 @@ class _PassOverRows:
 
     def _plan(self, rank: int, k: Tensor) -> RankPlan:
         batch, _, kv_heads, _ = k.shape
-        if batch == 0:  # nothing to compute and nothing to send
+        if batch == 0:  # nothing to compute or send
             return RankPlan(rank, self.layout.rows_of(rank), kv_heads, (Hop(),), ())
         one = self.one
         return plan_rank(one.pattern, self.documents, self.layout, rank, kv_heads, one.causal, self.backend.routing)

@@ -1,7 +1,7 @@
-"""The dense oracle: attention written straight from the definition (docs/semantics.md), for short sequences.
+"""The dense oracle: attention as the definition states it (docs/semantics.md), for tests on short sequences.
 
-It shares no code with the engine: no combs, no tiles, no merge. Every (query, key) pair exists in
-memory, so it is for checking, never for work. Differentiable, twice if need be.
+It shares no code with the engine: no combs, no tiles, no merging. It stores every (query, key) pair. Differentiable any
+number of times.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def multiplicity(
     order: Order | None = None,
     rows: Tensor | None = None,
 ) -> Tensor:
-    """m(p, t) for each KV head: (kv_heads, n, n), int64. In how many branches query p sees key t.
+    """m(p, t) for each KV head, the number of branches in which query p sees key t: (kv_heads, n, n), int64.
 
-    Under an order the pattern holds along the curve, and causality in the sequence. ``rows`` asks for these queries
-    only: (kv_heads, len(rows), n).
+    With an order, the pattern applies along the curve and causality along the sequence. With ``rows``, only these
+    queries are computed: (kv_heads, len(rows), n).
 
     >>> from ringspan import Dilated
     >>> multiplicity(Dilated((4, 8), (1, 2)), 16, 2)[1, 5].tolist()
@@ -39,7 +39,7 @@ def multiplicity(
     document = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
     position = torch.arange(n) - (sizes.cumsum(0) - sizes)[document]
     places = [rows_and_places(order, size)[1] for size in sizes.tolist() if size] if order else []
-    place = torch.cat(places) if places else position  # along the curve, in each document
+    place = torch.cat(places) if places else position  # along the curve, within each document
     rows = torch.arange(n) if rows is None else rows
     allowed = document[rows, None] == document[None, :]
     if causal:
@@ -74,7 +74,7 @@ def dense_attention(
 ) -> tuple[Tensor, Tensor]:
     """Output (batch, seq, heads, dim) and lse (batch, heads, seq), computed in the dtype of the inputs.
 
-    With ``rows``, q holds these rows of the sequence only, and so do the results: O(len(rows) * n), not O(n ** 2).
+    With ``rows``, q and the results hold only these rows of the sequence: O(len(rows) * n) instead of O(n ** 2).
     """
     heads, dim = q.shape[2:]
     n, kv_heads = k.shape[1:3]

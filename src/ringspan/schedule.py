@@ -1,6 +1,6 @@
-"""The hop loop: post the next hop's parcels, compute this hop's tiles, wait, repeat; gradients return to their owners.
+"""The hop loop: post the next hop's parcels, compute this hop's tiles, wait, repeat. Gradients return to their owners.
 
-Knows plans, transports and buffers, but no kernel and no softmax: what a hop computes is up to the engine.
+Uses plans, transports and buffers, but no kernels and no softmax: the engine decides what a hop computes.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from ringspan.ring import Ring
 from ringspan.ring.transport import PendingWork, Transport
 from ringspan.views import Operands, comb_view
 
-_CLOSE_FIT = 1.1
+_CLOSE_FIT = 1.1  # a free buffer is reused for a parcel if it is at most this much larger
 
 
 def run_schedule(runs: Sequence[RankRun]) -> None:
     """Run the hops of every rank in this process: one on a real ring, all of them on a simulated one.
 
-    Ranks of one process run in lockstep, so whatever a rank waits for has been posted before. There is no barrier.
+    Ranks of one process run in lockstep, so a message is always posted before any of them waits for it. There is no
+    barrier.
     """
     try:
         for run in runs:
@@ -49,7 +50,7 @@ def run_schedule(runs: Sequence[RankRun]) -> None:
 
 
 class RankRun:
-    """One rank's part of a call. `run_schedule` drives it; subclasses say what a hop computes.
+    """One rank's part of a call. `run_schedule` drives it; subclasses define what a hop computes.
 
     ``k`` and ``v`` are the rank's own rows; ``held`` are all tensors that live as long as the run, for the counters.
     """
@@ -61,7 +62,7 @@ class RankRun:
         self.parcels: dict[Parcel, Tensor] = {}  # received, and still needed
         self._buffers = Buffers(transport, k, k.dtype)
         self._packings = {packing.parcel: packing for packing in plan.packings}
-        self._last_hop = _last_hop_of_each(plan)
+        self._last_hop = _last_hops(plan)
         self._packed: list[Tensor] = []
         self._pending: PendingWork | None = None
         self._held_bytes = transport.counters.hold(*held)
@@ -72,7 +73,7 @@ class RankRun:
         sends = []
         for message in hop.sends:
             buffer = self.parcels.get(message.parcel)
-            if buffer is None:  # an own parcel: anything else was received before it is passed on
+            if buffer is None:  # an own parcel; others were received before they are forwarded
                 packing = self._packings[message.parcel]
                 buffer = _pack(packing, self._buffers.take(message.parcel), self.k, self.v)
                 self._packed.append(buffer)
@@ -80,41 +81,41 @@ class RankRun:
         self.parcels |= {message.parcel: self._buffers.take(message.parcel) for message in hop.receives}
         receives = [(message.peer, self.parcels[message.parcel]) for message in hop.receives]
         self._pending = self.transport.send_receive(sends, receives, f"parcels of hop {number}")
-        self._buffers.trim()  # what this hop did not need, the next will not need either
+        self._buffers.trim()  # a buffer that this hop did not reuse will not fit the next one either
 
     def wait(self, number: int) -> None:
-        """Wait for the parcels of a hop, and give up the buffers that nobody needs any more."""
+        """Wait for the parcels of a hop, and return the buffers that are no longer needed."""
         assert self._pending is not None
         self._pending.wait()
-        self._buffers.give_back(self._packed)
+        self._buffers.put_back(self._packed)
         self._packed.clear()
         done = [parcel for parcel in self.parcels if self._last_hop[parcel] <= number]
-        self._buffers.give_back([self.parcels.pop(parcel) for parcel in done])
+        self._buffers.put_back([self.parcels.pop(parcel) for parcel in done])
 
     def rows_of(self, parcel: Parcel | None) -> tuple[Tensor, Tensor]:
-        """Keys and values of a received parcel, or the rank's own."""
+        """Keys and values of a received parcel or, for None, of the rank itself."""
         return (self.k, self.v) if parcel is None else parcel_rows(self.parcels[parcel], self.k.shape[2])
 
     def compute(self, number: int) -> None:
-        """Compute the tiles of a hop. Without a subclass: nothing, which leaves communication alone."""
+        """Compute the tiles of a hop. The base class computes nothing: it only communicates."""
 
     def wait_for_gradients(self) -> None:
-        """Wait for the gradients that were posted after the hop before. Only backward has any."""
+        """Wait for the gradients that were posted after the previous hop. Only backward has any."""
 
     def return_gradients(self, number: int) -> None:
-        """Start sending the gradients of a hop's parcels towards their owners. Only backward has any."""
+        """Start sending the gradients of a hop's parcels along their routes. Only backward has any."""
 
     def release(self) -> None:
-        """The run is over, successfully or not: free the buffers."""
+        """Free the buffers, after success or failure."""
         self._buffers.release()
         self.transport.counters.hold_bytes(-self._held_bytes)
 
 
 class ParcelGradients:
-    """Gradients of parcels: each follows its parcel one hop behind, and grows by the share of every rank on the way.
+    """Gradients of parcels: each follows the route of its parcel one hop later, and every rank on it adds its share.
 
     ``own`` holds the gradients "dk" and "dv" of the rank's own rows, in the accumulation dtype. If it is empty, no rank
-    needs any, and nothing is sent.
+    needs these gradients, and nothing is sent.
     """
 
     def __init__(self, plan: RankPlan, transport: Transport, like: Tensor, own: Operands) -> None:
@@ -122,20 +123,20 @@ class ParcelGradients:
         self._packings = {packing.parcel: packing for packing in plan.packings}
         self._buffers = Buffers(transport, like, next((x.dtype for x in own.values()), like.dtype))
         self._pending: list[tuple[PendingWork, list[Tensor], list[tuple[Parcel, Tensor]]]] = []
-        self._partial: dict[Parcel, Tensor] = {}  # sums of earlier ranks, for parcels that this rank has yet to use
+        self._partial: dict[Parcel, Tensor] = {}  # sums of earlier ranks, for parcels that this rank uses next
 
     def zeros(self, hop: Hop) -> dict[Parcel, Tensor]:
-        """For this rank's shares of the gradients of a hop's parcels."""
+        """Zeroed buffers for this rank's share of the gradients of a hop's parcels."""
         return {m.parcel: self._buffers.take(m.parcel).zero_() for m in hop.receives if self._own}
 
     def send(self, number: int, hop: Hop, shares: dict[Parcel, Tensor]) -> None:
-        """Add the sums of earlier ranks to this rank's shares, and send them to the next rank on the route, or home."""
+        """Add the sums of earlier ranks to this rank's shares; start sending them along the route or to the owner."""
         if not self._own:
             return
         for parcel in [*self._partial]:
             if parcel in shares:
                 shares[parcel].add_(self._partial[parcel])
-                self._buffers.give_back([self._partial.pop(parcel)])
+                self._buffers.put_back([self._partial.pop(parcel)])
         incoming = [(message, self._buffers.take(message.parcel)) for message in hop.gradients_in]
         sends = [(message.peer, shares[message.parcel]) for message in hop.gradients_out]
         receives = [(message.peer, buffer) for message, buffer in incoming]
@@ -143,15 +144,15 @@ class ParcelGradients:
         self._pending.append((pending, [*shares.values()], [(message.parcel, buffer) for message, buffer in incoming]))
 
     def wait(self) -> None:
-        """Wait for what was sent last: add gradients of own parcels, keep others until their parcel is used."""
+        """Wait for the pending gradients: add those of own parcels, keep the others until their parcel is used."""
         while self._pending:
             pending, sent, received = self._pending.pop()
             pending.wait()
-            self._buffers.give_back(sent)
+            self._buffers.put_back(sent)
             for parcel, buffer in received:
                 if parcel.owner == self._rank:
                     self._add_to_own(self._packings[parcel], buffer)
-                    self._buffers.give_back([buffer])
+                    self._buffers.put_back([buffer])
                 else:
                     self._partial[parcel] = buffer
 
@@ -166,9 +167,9 @@ class ParcelGradients:
 
 
 class Buffers:
-    """Contiguous memory for parcels, (2, batch, rows, dim): keys and values. Reused from hop to hop.
+    """Contiguous memory for parcels, (2, batch, rows, dim) for keys and values, reused from hop to hop.
 
-    The parcels of a branch differ by a row or two from hop to hop: a buffer serves every parcel that nearly fills it.
+    The parcels of a branch differ by a row or two between hops, so a buffer serves any parcel that nearly fills it.
     """
 
     def __init__(self, transport: Transport, like: Tensor, dtype: torch.dtype) -> None:
@@ -190,11 +191,11 @@ class Buffers:
         self._lent[memory.data_ptr()] = memory
         return memory[:size].view(shape)
 
-    def give_back(self, buffers: Iterable[Tensor]) -> None:
+    def put_back(self, buffers: Iterable[Tensor]) -> None:
         self._free += [self._lent.pop(buffer.data_ptr()) for buffer in buffers]
 
     def _make_room(self, size: int) -> None:
-        """Free as much unused memory as a new buffer takes."""
+        """Free unused buffers, at least as many bytes as a new buffer takes if there are as many."""
         while self._free and size > 0:
             memory = self._free.pop()
             self._counters.hold_parcel(-memory.nbytes)
@@ -214,7 +215,7 @@ class Buffers:
 
 
 def parcel_rows(buffer: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of a parcel as (batch, rows, heads, dim): all heads begin at row 0, and combs tell them apart."""
+    """Keys and values of a parcel as (batch, rows, heads, dim). All heads start at row 0; combs select their rows."""
     _, batch, rows, dim = buffer.shape
     keys, values = (x.as_strided((batch, rows, kv_heads, dim), (rows * dim, dim, 0, 1)) for x in buffer.unbind())
     return keys, values
@@ -227,8 +228,8 @@ def _pack(packing: Packing, buffer: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return buffer
 
 
-def _last_hop_of_each(plan: RankPlan) -> dict[Parcel, int]:
-    """The hop at whose start a received parcel is no longer needed: it has been used, and passed on if necessary."""
+def _last_hops(plan: RankPlan) -> dict[Parcel, int]:
+    """For each received parcel, the hop at whose start it has been used, and forwarded if necessary."""
     last: dict[Parcel, int] = {}
     for number, hop in enumerate(plan.hops):
         for message in hop.sends:

@@ -1,6 +1,6 @@
-"""From combs to tensors: a comb is one strided view, and a tile becomes kernel calls of bounded size.
+"""Combs as strided views of tensors, and tiles cut into kernel calls of bounded size.
 
-Knows tensors and integers, but no kernel, no softmax and no ring.
+Uses tensors and integers, but no kernels, softmax or rings.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Tensor
 from ringspan.geometry import Comb
 
 Operands = dict[str, Tensor]
-IndexRange = tuple[int, int]  # (first, how many)
+IndexRange = tuple[int, int]  # (first, count)
 
-# A call should offer this many independent tiles where there are that many: the CPU's backward
-# kernel runs each of them on one thread.
+# A call should have at least this many independent tiles, if there are as many: the CPU's backward kernel runs each of
+# them on one thread.
 _PARALLEL_TILES = 8
 _SMALLEST_EDGE = 64
 
@@ -25,7 +25,7 @@ _SMALLEST_EDGE = 64
 def comb_view(x: Tensor, comb: Comb, group: int = 1) -> Tensor:
     """The rows of a comb as a view (batch, segments, KV heads, group, rows[, dim]) of ``x`` (batch, seq, heads[, dim]).
 
-    ``group`` is how many heads ``x`` has for each KV head. The last dimension must be dense.
+    ``group`` is the number of heads of ``x`` per KV head. The last dimension must be dense.
     """
     batch, row, head = x.stride()[:3]
     dims = x.shape[3:]
@@ -37,11 +37,11 @@ def comb_view(x: Tensor, comb: Comb, group: int = 1) -> Tensor:
 
 
 def fold(operands: Operands, zero_strides: bool) -> Iterator[Operands]:
-    """Views (batch, segments, KV heads, group, rows, ..) as (x, y, rows, ..), looping over what does not fit.
+    """Reduce views (batch, segments, KV heads, group, rows, ..) to (x, y, rows, ..), looping over one dimension.
 
-    Batch and segments become one dimension where the strides of all operands allow it. Of the three
-    that are left, the shortest is looped over; where a kernel takes no zero strides, it is the group,
-    over which keys and values are expanded.
+    Batch and segments become one dimension if the strides of all operands allow it; otherwise batch is looped over. Of
+    the remaining three, the shortest is looped over. If a kernel accepts no zero strides, the loop is over the group,
+    in which keys and values are expanded.
     """
     views = list(operands.values())
     if 1 in views[0].shape[:2] or all(x.stride(0) == x.shape[1] * x.stride(1) for x in views):
@@ -57,7 +57,7 @@ def fold(operands: Operands, zero_strides: bool) -> Iterator[Operands]:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A rectangle of a tile: query rows against key rows; causal only on the diagonal."""
+    """A rectangle of a tile: query rows against key rows. Only blocks on the diagonal of a causal tile are causal."""
 
     queries: IndexRange
     keys: IndexRange
@@ -65,18 +65,18 @@ class Block:
 
     @property
     def first(self) -> bool:
-        """Whether it comes first for its query rows."""
+        """Whether this is the first block of its query rows."""
         return self.keys[0] == 0
 
     def of(self, operands: Operands, query_side: Operands) -> Operands:
-        """The block's rows of operands (x, y, rows, ..), by the side that each is on."""
+        """The block's rows of operands (x, y, rows, ..): query rows or key rows, depending on the operand."""
         return {
             name: _narrowed(x, 2, self.queries if name in query_side else self.keys) for name, x in operands.items()
         }
 
 
 def blocks(query_rows: int, key_rows: int, causal: bool, edge: int) -> Iterator[Block]:
-    """Cut a tile into blocks of at most ``edge`` rows each way; a causal tile has none above its diagonal."""
+    """Cut a tile into blocks of at most ``edge`` rows and keys. A causal tile has no blocks above its diagonal."""
     for queries in _ranges(query_rows, edge):
         for keys in _ranges(key_rows, edge):
             if not causal or keys[0] <= queries[0]:
@@ -85,7 +85,7 @@ def blocks(query_rows: int, key_rows: int, causal: bool, edge: int) -> Iterator[
 
 @dataclass(frozen=True, slots=True)
 class CallSize:
-    """How much one kernel call takes: at most ``edge`` rows each way, of at most ``tiles`` independent tiles."""
+    """The size of one kernel call: at most ``edge`` rows and keys, of at most ``tiles`` independent tiles."""
 
     edge: int
     tiles: int
@@ -95,10 +95,10 @@ class CallSize:
         """The largest call whose results fit the workspace.
 
         Args:
-            longest: rows of the tile, the longer way.
-            independent: how many tiles of this shape could go into one call.
-            row_bytes: what a call makes for each row of a tile.
-            pair_bytes: what it makes for each (query, key) pair; 0 for fused kernels.
+            longest: the number of query or key rows of the tile, whichever is larger.
+            independent: the number of tiles of this shape that could run in one call.
+            row_bytes: bytes that a call allocates per row of a tile.
+            pair_bytes: bytes that it allocates per (query, key) pair; 0 for fused kernels.
         """
         edge = longest
         while edge > _SMALLEST_EDGE:
@@ -108,7 +108,7 @@ class CallSize:
         return CallSize(edge, max(1, workspace // (edge * (row_bytes + edge * pair_bytes))))
 
     def cut(self, operands: Operands) -> Iterator[Operands]:
-        """Cut operands (x, y, rows, ..) along x, and along y if need be."""
+        """Cut operands (x, y, rows, ..) along x, and along y if necessary."""
         x_size, y_size = next(iter(operands.values())).shape[:2]
         for xs in _ranges(x_size, max(1, self.tiles // y_size)):
             for ys in _ranges(y_size, self.tiles):
@@ -116,12 +116,12 @@ class CallSize:
 
 
 def _narrowed(x: Tensor, dim: int, index_range: IndexRange) -> Tensor:
-    """A index_range of a dimension; all of it as it is, since the tiles of far hops are small, and views cost time."""
+    """A range of a dimension. Returns ``x`` itself for the whole range: small tiles are common, and views take time."""
     return x if index_range == (0, x.shape[dim]) else x.narrow(dim, *index_range)
 
 
 def _ranges(total: int, at_most: int) -> list[IndexRange]:
-    """0 .. total in as few stretches of nearly equal length as the limit allows.
+    """Split 0 .. total into as few ranges of nearly equal length as the limit allows.
 
     >>> _ranges(10, 4)
     [(0, 3), (3, 3), (6, 4)]

@@ -1,4 +1,4 @@
-"""Kernels: what computes one tile. Lists them, and says which one a device and dtype get, and why.
+"""Kernels, each of which computes one tile: the list of them, and the choice for a device and dtype with its reason.
 
 >>> import ringspan as rs
 >>> choice = rs.kernels.choose("cpu", torch.float32)
@@ -35,7 +35,7 @@ Capability = tuple[int, int]
 
 @dataclass(frozen=True)
 class Choice:
-    """A kernel, and why it was chosen."""
+    """A kernel and the reason why it was chosen."""
 
     kernel: Kernel
     reason: str
@@ -43,7 +43,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Status:
-    """Whether a kernel can run on this machine, and why (not)."""
+    """Whether a kernel can run on this machine, and the reason."""
 
     kernel: Kernel
     usable: bool
@@ -51,12 +51,12 @@ class Status:
 
 
 def names() -> tuple[str, ...]:
-    """The names of all kernels, usable here or not."""
+    """The names of all kernels, including those that cannot run on this machine."""
     return tuple(_KERNELS)
 
 
 def get(name: str) -> Kernel:
-    """The kernel of this name."""
+    """The kernel with this name."""
     if not isinstance(name, str):
         raise TypeError(f"kernel is a {type(name).__name__}: must be the name of a kernel, such as 'reference'")
     if name not in _KERNELS:
@@ -65,14 +65,14 @@ def get(name: str) -> Kernel:
 
 
 def available() -> list[Status]:
-    """Every kernel, with whether it can run on this machine, and why."""
+    """Every kernel, whether it can run on this machine, and the reason."""
     found = []
     for kernel in _KERNELS.values():
         wanted = kernel.contract.device
         if wanted == "any":
             status = Status(kernel, True, "plain PyTorch, any device")
         elif wanted == "cpu":
-            status = Status(kernel, True, "the CPU is always there")
+            status = Status(kernel, True, "the CPU is always available")
         elif not torch.cuda.is_available():
             status = Status(kernel, False, "no CUDA device is visible to PyTorch")
         else:
@@ -82,10 +82,10 @@ def available() -> list[Status]:
 
 
 def choose(device: torch.device | str, dtype: torch.dtype, capability: Capability | None = None) -> Choice:
-    """The kernel that a device and dtype get when none is named, and why.
+    """The default kernel for a device and dtype, and the reason.
 
     Args:
-        capability: the compute capability, for CUDA devices; read off the device if not given.
+        capability: the compute capability of a CUDA device; queried from the device if not given.
     """
     device = torch.device(device)
     if device.type == "cpu" and dtype in cpu.FLASH.contract.dtypes:
@@ -105,14 +105,14 @@ def choose(device: torch.device | str, dtype: torch.dtype, capability: Capabilit
 
 
 def suggest_dtype(device: torch.device | str, capability: Capability | None = None) -> tuple[torch.dtype, str]:
-    """The dtype that suits a device for training, and why.
+    """The recommended dtype for training on a device, and the reason.
 
     >>> suggest_dtype("cuda", capability=(6, 1))
     (torch.float32, 'capability 6.1: 16-bit arithmetic is slow before 7.0')
     """
     device = torch.device(device)
     if device.type != "cuda":
-        return torch.float32, f"{device.type}: fp32 is the fastest that every such device has"
+        return torch.float32, f"{device.type}: fp32 is fast on every such device"
     major, minor = capability or torch.cuda.get_device_capability(device)
     if major >= 8:
         return torch.bfloat16, f"capability {major}.{minor}: bf16 tensor cores, and the range of fp32"

@@ -1,9 +1,9 @@
-"""The CPU flash kernel of PyTorch, called on strided views without a copy.
+"""PyTorch's CPU flash kernel, called on strided views without a copy.
 
-The aten operator is a private name of another library; tests/kernels checks that it still is what
-we think. It kills the process on empty operands and answers wrongly, in silence, when the last
-stride is not 1 or when K has fewer heads than Q: the contract rules all three out. It also hides NaN in tiles with
-fewer keys than a vector register has lanes: `_poison_` puts it back.
+The aten operator is private to PyTorch; tests/kernels checks that it still behaves as expected. It kills the process on
+empty operands, and returns wrong results without an error if the last stride is not 1 or if K has fewer heads than Q.
+The contract excludes all three. It also hides NaN in tiles with fewer keys than a vector register has lanes; `_poison_`
+restores it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ringspan.kernels.kernel import Contract, Kernel, Needs
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-_MOST_LANES = 64  # of fp32, in the widest vector registers there are (2,048 bits)
+_MOST_LANES = 64  # of fp32 in the widest vector registers (2,048 bits)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -28,7 +28,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tupl
 def _poison_(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, causal: bool) -> None:
     """Add NaN to the rows of a narrow tile whose query, or a key that they see, is not finite.
 
-    Where all scores of a row are NaN, the operator takes the row for one that sees no key: out = 0, lse = 0.
+    If all scores of a row are NaN, the operator treats the row as one that sees no key: out = 0, lse = 0.
     """
     bad_keys = (k * 0).sum(-1, dtype=lse.dtype)
     bad_keys = bad_keys.cumsum(-1) if causal else bad_keys.sum(-1, keepdim=True)

@@ -1,8 +1,7 @@
-"""The CUDA kernels of PyTorch: flash, memory-efficient and cuDNN, behind one protocol.
+"""PyTorch's CUDA kernels (flash, memory-efficient, cuDNN) behind one interface.
 
-They differ in what they take and in the shape of the lse they report; the contracts and the wrappers
-below hide that. The aten operators are private names of another library; tests/kernels/test_cuda.py runs
-each of them with fake tensors and checks its schema.
+They accept different inputs and return lse in different shapes; the contracts and wrappers below hide that. The aten
+operators are private to PyTorch; tests/kernels/test_cuda.py runs each with fake tensors and checks its schema.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ _LSE_ROWS = 32  # the efficient kernel pads the rows of its lse to a multiple of
 
 
 def _no_dropout_state(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """What stands for a random state that nobody reads: dropout is 0."""
+    """A placeholder for the random state, which is not read because dropout is 0."""
     return torch.zeros((), dtype=dtype, device=x.device)
 
 

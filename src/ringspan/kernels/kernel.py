@@ -1,7 +1,7 @@
-"""What a kernel is: one tile forward, one tile backward, and the contract under which it may be called.
+"""The interface of a kernel: one tile forward, one tile backward, and the contract that its operands must meet.
 
-Tensors of a call are (x, y, rows, dim): x and y count independent tiles (segments, heads). The
-log-sum-exp is natural, (x, y, rows), in the accumulation dtype, whatever the operator below reports.
+Operands are (x, y, rows, dim), where x and y index independent tiles (segments, heads). lse is the natural log-sum-exp,
+(x, y, rows), in the accumulation dtype, whatever the underlying operator returns.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ Backward = Callable[
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp32, but fp64 for fp64: partial results, lse and gradients are merged in it."""
+    """fp64 for fp64, else fp32. Partial results, lse and gradients are accumulated in it."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True)
 class Contract:
-    """What a kernel demands of its operands. Checked before every call, since real kernels may not check.
+    """What a kernel requires of its operands. Checked before every call, because the operators may not check.
 
-    ``head_dim_multiple`` is given per dtype; dtypes that are not in it are refused. ``aligned_bytes``
-    is what every address and every stride but the last must be a multiple of.
+    ``head_dim_multiple`` is given per dtype; other dtypes are refused. Every address and every stride except the last
+    must be a multiple of ``aligned_bytes``.
     """
 
     device: str
@@ -58,12 +58,12 @@ class Contract:
         return None
 
     def check_call(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
-        """Assert everything that the operator itself may take in silence and answer wrongly."""
+        """Raise on anything that the operator may accept without an error and compute wrongly."""
         refusal = self.refusal(q.device.type, q.dtype, q.shape[-1])
         if refusal:
             raise ValueError(refusal)
         if 0 in q.shape or 0 in k.shape:
-            raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}: a tile is never empty")
+            raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}: a tile must not be empty")
         if q.shape[:2] != k.shape[:2] or q.shape[-1] != k.shape[-1] or k.shape != v.shape:
             raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: tiles must match")
         if causal and q.shape[2] != k.shape[2]:
@@ -76,7 +76,7 @@ class Contract:
             raise ValueError(f"strides {x.stride()}: the last must be 1")
         for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
             if size > 1 and stride == 0 and not self.zero_strides:
-                raise ValueError(f"strides {x.stride()}: this kernel takes no expanded operands")
+                raise ValueError(f"strides {x.stride()}: this kernel accepts no expanded operands")
         if any(n * x.element_size() % self.aligned_bytes for n in (x.storage_offset(), *x.stride()[:-1])):
             raise ValueError(
                 f"strides {x.stride()} at offset {x.storage_offset()}: each must be a multiple of "
@@ -88,8 +88,8 @@ class Contract:
 class Kernel:
     """One way to compute a tile.
 
-    ``score_copies`` says how many (query rows x key rows) matrices the kernel holds at a time: 0 for
-    fused kernels. The engine cuts its calls so that they fit the workspace.
+    ``score_copies`` is the number of (query rows x key rows) matrices that the kernel holds at a time: 0 for fused
+    kernels. The engine cuts its calls to fit the workspace.
     """
 
     name: str
@@ -125,9 +125,9 @@ class Kernel:
 
 
 def _positive_scale(scale: float, dtype: torch.dtype) -> tuple[float, float]:
-    """A factor for q, and the scale that is left for the kernel: positive, and not 0 in the accumulation dtype.
+    """A factor for q, and the remaining scale for the kernel, which is positive in the accumulation dtype.
 
-    Fused kernels multiply masked scores (-inf) or the maximum of a row by the scale, so 0 or less gives NaN.
+    Fused kernels multiply masked scores (-inf) or the maximum of a row by the scale, so a scale of 0 or less gives NaN.
     """
     smallest = torch.finfo(accumulation_dtype(dtype)).tiny
     if scale >= smallest:

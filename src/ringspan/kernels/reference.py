@@ -1,4 +1,4 @@
-"""The reference kernel: plain PyTorch, any device, any dtype, fp64 included. It defines correctness."""
+"""The reference kernel in plain PyTorch, for any device and dtype, including fp64. It defines correctness."""
 
 from __future__ import annotations
 

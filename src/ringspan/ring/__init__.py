@@ -1,4 +1,4 @@
-"""Rings: who moves the parcels, over a process group or inside one process."""
+"""Rings: the ranks that share a sequence, over a process group (`Ring`) or simulated in one process."""
 
 from ringspan.ring.ring import Ring
 from ringspan.ring.simulated import SimulatedRing

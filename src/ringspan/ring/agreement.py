@@ -1,4 +1,4 @@
-"""Agreement: one small all-gather by which ranks learn the sequence length and check that they make the same call.
+"""Agreement: one small all-gather, from which ranks learn the sequence length and check that they make the same call.
 
 Metadata is JSON in a fixed number of bytes: nothing is unpickled, and every rank reads the same values, so either every
 rank raises the same error or none does. Ranks must agree on everything but ``OWN``: how many rows each holds, and a
@@ -30,7 +30,7 @@ def exchange_metadata(metadata: dict[str, Any], group: dist.ProcessGroup, device
 
 
 def check_agreement(by_rank: list[dict[str, Any]]) -> None:
-    """Raise, on every rank alike, if ranks make different calls, or all hold the same rows."""
+    """Raise the same error on every rank if ranks make different calls, or all hold the same rows."""
     for name in dict.fromkeys(name for each in by_rank for name in each if name not in OWN):
         values = [each.get(name, "nothing") for each in by_rank]
         if len(set(map(str, values))) > 1:
@@ -40,14 +40,14 @@ def check_agreement(by_rank: list[dict[str, Any]]) -> None:
         raise RingError(
             f"all {len(by_rank)} ranks hold the same {by_rank[0]['rows']} rows, but each must hold its own part of the "
             "sequence: split whole tensors with ring.split_sequence(x), and seed random rows by rank (all processes "
-            "begin with the same seed); if shards are equal on purpose, state seq_len="
+            "start with the same seed); if equal shards are intended, pass seq_len="
         )
 
 
 def fingerprint(*tensors: Tensor) -> str | None:
-    """Sums of a few rows of tensors (batch, rows, ..), by which ranks notice that they hold the same rows.
+    """Sums of a few rows of tensors (batch, rows, ..), from which ranks detect that they hold the same rows.
 
-    None where these rows say nothing: there are fewer than two, they are equal to one another, or not finite.
+    None if these rows cannot tell ranks apart: there are fewer than two, all are equal, or some are not finite.
     """
     rows = tensors[0].shape[1]
     sampled = [x.detach()[:, [0, rows // 2, rows - 1]] for x in tensors] if rows > 1 else []
@@ -58,7 +58,7 @@ def fingerprint(*tensors: Tensor) -> str | None:
 
 
 def by_value(values: list[Any]) -> str:
-    """Which ranks have which value.
+    """A text that lists which ranks have which value.
 
     >>> by_value(["a", "b", "a"])
     'a on ranks 0, 2; b on rank 1'
@@ -72,5 +72,5 @@ def by_value(values: list[Any]) -> str:
 
 
 def digest(text: str, at_most: int = 200) -> str:
-    """The text itself or, if it is long, its beginning and a digest of the whole."""
+    """The text or, if it is long, its beginning and a hash of all of it."""
     return text if len(text) <= at_most else f"{text[: at_most - 20]}..{hashlib.sha256(text.encode()).hexdigest()[:16]}"

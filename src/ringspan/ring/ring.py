@@ -19,17 +19,17 @@ from ringspan.ring.transport import Counters, GroupTransport, RingError, Transpo
 
 
 class Ring:
-    """One sequence over the ranks of a process group: each rank keeps its own rows and sends only what others need.
+    """Context parallelism over the ranks of a process group: each rank holds some rows of every sequence.
 
     Args:
         group: a ProcessGroup, a 1-D DeviceMesh, or None for the default group.
-        layout: which rows each rank holds: ``"zigzag"`` (balanced under causality) or ``"contiguous"``.
-        routing: who sends a parcel: ``"relay"``, the rank that had it before (neighbours only); ``"direct"``, its
-            owner; or `ByNode`, a relay that enters each node once. All send the same bytes.
-        min_size: a smaller group is an error, so that nothing runs on one device by accident; code that should also
-            run alone says ``min_size=1``.
+        layout: which rows each rank holds: ``"zigzag"`` (balances causal work) or ``"contiguous"``.
+        routing: which rank sends a parcel: with ``"relay"`` the rank that used it before (neighbours only), with
+            ``"direct"`` its owner; `ByNode` relays so that a parcel enters each node once. All send the same bytes.
+        min_size: a smaller group is an error, so that nothing runs on one device by accident. Pass ``min_size=1`` to
+            allow a single process.
 
-    ``counters`` says what was really sent; `reset_counters` sets them to zero.
+    ``counters`` counts what was sent and received; `reset_counters` sets it to zero.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Ring:
         if self.size < min_size:
             raise RingError(
                 f"the group has {self.size} rank(s), but min_size={min_size}: start more processes "
-                "(torchrun --nproc-per-node=N), or say min_size=1 if running alone is meant"
+                "(torchrun --nproc-per-node=N), or pass min_size=1 to allow a single process"
             )
         self.layout, self.routing = layout, routing
         self.reset_counters()
@@ -56,7 +56,7 @@ class Ring:
         return f"Ring(rank {self.rank} of {self.size}, layout={self.layout!r}, routing={self.routing!r})"
 
     def __reduce__(self) -> str:
-        raise TypeError("a Ring cannot be pickled: it belongs to this process's group; make it anew where it is needed")
+        raise TypeError("a Ring cannot be pickled: it belongs to a process group; create one in the other process")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ring:
         return self  # a handle: copies of a module share its ring
@@ -66,19 +66,19 @@ class Ring:
         self.counters = Counters()
 
     def layout_of(self, seq_len: int) -> Layout:
-        """Which rows each rank holds of a sequence of this length."""
+        """The layout of a sequence of this length."""
         return Layout(self.layout, seq_len, self.size)
 
     def split_sequence(self, x: Tensor, dim: int = 1) -> Tensor:
-        """My rows of a tensor that every rank holds whole. Differentiable: the other rows get a zero gradient."""
+        """This rank's rows of a tensor that every rank holds. Differentiable: the other rows get a zero gradient."""
         return take_rows(x, self.layout_of(x.shape[dim]), self.rank, dim)
 
     def gather_sequence(self, x: Tensor, dim: int = 1, seq_len: int | None = None) -> Tensor:
-        """All rows, in the order of the sequence, on every rank, from each rank's own rows ``x``.
+        """All rows, in sequence order, on every rank, from each rank's own rows ``x``.
 
-        Backward is the true adjoint: each rank's gradient is the *sum* over ranks of the gradients with respect to its
-        rows. So if every rank computes its share of the loss (sharded), gradients are those of the sum of all shares;
-        if every rank computes the same whole loss (replicated), divide it by the number of ranks first.
+        Backward *sums* over ranks the gradients with respect to a rank's rows. If every rank computes its share of the
+        loss (sharded), gradients are those of the sum of all shares. If every rank computes the same whole loss
+        (replicated), divide it by the number of ranks first.
         """
         dim = dim % x.dim()
         if seq_len is None:
@@ -98,13 +98,13 @@ class Ring:
         return GatherRows.apply(x, layout, self.rank, dim, self.group)
 
     def positions(self, seq_len: int, device: torch.device | str | None = None) -> Tensor:
-        """The positions in the sequence of my rows, as int64: for rotary embeddings, masks of the loss, and so on."""
+        """The positions of this rank's rows in the sequence, int64: for rotary embeddings, loss masks and so on."""
         spans = [
             torch.arange(span.start, span.stop, device=device) for span in self.layout_of(seq_len).spans(self.rank)
         ]
         return torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64, device=device)
 
-    # What a call needs (see `ringspan.ring.backend.Backend`).
+    # The interface `ringspan.ring.backend.Backend`.
 
     def agree(self, rows: int, metadata: Metadata, seq_len: int | None, like: Tensor) -> Layout:
         if seq_len is None:
@@ -142,21 +142,21 @@ class Ring:
         if rows != wanted:
             raise RingError(
                 f"rank {self.rank} holds {rows} rows, but has {wanted} of {layout.rows} in layout {self.layout!r} over "
-                f"{self.size} ranks: split with ring.split_sequence, or state another seq_len"
+                f"{self.size} ranks: split with ring.split_sequence, or pass another seq_len"
             )
 
 
 def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
     if group == dist.GroupMember.NON_GROUP_MEMBER:
-        raise RingError("this process is not a member of the group: make the ring on its members only")
+        raise RingError("this process is not a member of the group: create the ring on its members only")
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
-            raise RingError(f"a mesh with {group.ndim} dimensions: a ring is one of them, such as mesh['ring']")
+            raise RingError(f"a mesh with {group.ndim} dimensions: pass one of them, such as mesh['ring']")
         return group.get_group()
     if not dist.is_available() or not dist.is_initialized():
         raise RingError(
             "no process group is initialised: start with torchrun --nproc-per-node=N script.py and call "
-            "torch.distributed.init_process_group() first; to try it in one process, use SimulatedRing(N)"
+            "torch.distributed.init_process_group() first; in a single process, use SimulatedRing(N)"
         )
     if group is None:
         return dist.group.WORLD  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""Sharding tensors by rows: taking a rank's rows, joining all ranks' rows, and the differentiable all-gather."""
+"""Sharding tensors by rows: a rank's rows, the concatenation of all ranks' rows, and the differentiable all-gather."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def take_rows(x: None, layout: Layout, rank: int, dim: int) -> None: ...
 @overload
 def take_rows(x: Tensor | None, layout: Layout, rank: int, dim: int) -> Tensor | None: ...
 def take_rows(x: Tensor | None, layout: Layout, rank: int, dim: int) -> Tensor | None:
-    """The rank's rows of a whole tensor, in the order in which the rank keeps them."""
+    """The rank's rows of a whole tensor, in the order in which the rank stores them."""
     if x is None or layout.ring_size == 1:
         return x
     spans = [x.narrow(dim, span.start, span.stop - span.start) for span in layout.spans(rank)]
@@ -42,12 +42,12 @@ def join_rows(parts: list[Tensor], layout: Layout, dim: int) -> Tensor:
 
 
 class GatherRows(torch.autograd.Function):
-    """Forward: all-gather. Backward: sum over ranks of the gradients with respect to my rows."""
+    """Forward: all-gather. Backward: the sum over ranks of the gradients with respect to this rank's rows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layout: Layout, rank: int, dim: int, group: dist.ProcessGroup) -> Tensor:
         ctx.layout, ctx.rank, ctx.dim, ctx.group = layout, rank, dim, group
-        # Shards differ by a row or two: each is padded to the longest, since collectives want equal sizes.
+        # Shards differ by a row or two. Collectives need equal sizes, so each is padded to the longest.
         longest = max(layout.rows_of(r) for r in range(layout.ring_size))
         shape = list(x.shape)
         shape[dim] = longest

@@ -1,4 +1,4 @@
-"""A simulated ring: the same plans and the same schedule, with every rank in this process. Whole tensors in and out."""
+"""A simulated ring: the same plans and the same schedule, with every rank in this process. Takes whole tensors."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ringspan.ring.transport import Counters, Messages, RingError, Transport
 
 
 class SimulatedRing:
-    """A ring of virtual ranks in one process, for tests, for planning and for inspection.
+    """A ring of virtual ranks in one process, for tests and inspection.
 
     Args:
-        size: how many virtual ranks.
+        size: the number of virtual ranks.
         layout, routing: as for `Ring`.
 
-    After a call, ``counters[rank]`` says what each virtual rank sent and received, and the peak of its live bytes.
+    After a call, ``counters[rank]`` holds what each virtual rank sent and received, and its peak of live bytes.
 
     >>> import torch, ringspan as rs
     >>> sim = rs.SimulatedRing(3)
@@ -46,7 +46,7 @@ class SimulatedRing:
         return f"SimulatedRing({self.size}, layout={self.layout!r}, routing={self.routing!r})"
 
     def __reduce__(self) -> tuple[type[SimulatedRing], tuple[int, LayoutName, Routing]]:
-        return SimulatedRing, (self.size, self.layout, self.routing)  # under another name, where it is unpickled
+        return SimulatedRing, (self.size, self.layout, self.routing)  # gets another name where it is unpickled
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SimulatedRing:
         return self  # a handle: copies of a module share its ring
@@ -83,7 +83,7 @@ Inbox = defaultdict[tuple[int, int], deque[Tensor]]  # by (sender, receiver): fi
 
 
 class SimulatedTransport:
-    """Messages between virtual ranks: copied into the receiver's inbox, and out of it when it waits."""
+    """Messages between virtual ranks: copied into an inbox when sent, and out of it when the receiver waits."""
 
     def __init__(self, rank: int, counters: Counters, inbox: Inbox) -> None:
         self.rank, self.counters, self.inbox = rank, counters, inbox
@@ -91,7 +91,7 @@ class SimulatedTransport:
     def send_receive(self, sends: Messages, receives: Messages, label: str) -> SimulatedWork:
         self.counters.count(sends, receives)
         for peer, buffer in sends:
-            # A copy, since the sender may reuse its buffer as soon as it has waited.
+            # A copy, because the sender may reuse its buffer after its own wait.
             self.inbox[self.rank, peer].append(buffer.clone())
         return SimulatedWork(self, receives, label)
 
@@ -111,4 +111,4 @@ class SimulatedWork:
 
 
 ALONE = SimulatedRing(1, "contiguous")
-"""What runs a call without a ring: one rank, no parcels, no copies."""
+"""Runs calls without a ring: one rank, no parcels, no copies."""

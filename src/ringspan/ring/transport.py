@@ -1,6 +1,6 @@
-"""How parcels move between ranks: one send and receive per hop, which nothing blocks on until somebody waits for it.
+"""Transport of parcels between ranks: one asynchronous batch of sends and receives per hop, and its counters.
 
-Knows tensors, peers and process groups, but no plan, no kernel and no softmax.
+Uses tensors and process groups, but no plans, kernels or softmax.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class RingError(RuntimeError):
 
 
 class PendingWork(Protocol):
-    """Buffers in transfer: until it is done, sent ones must not change and received ones must not be read."""
+    """Buffers in transfer. Until `wait` returns, do not change sent buffers or read received ones."""
 
     def wait(self) -> None:
         """Return when everything has been sent and received."""
@@ -33,10 +33,10 @@ class Transport(Protocol):
 
     @property
     def counters(self) -> Counters:
-        """What this rank has sent, received and waited for."""
+        """What this rank has sent and received, and how long it waited."""
 
     def send_receive(self, sends: Messages, receives: Messages, label: str) -> PendingWork:
-        """Start sending and receiving buffers; each peer lists the same messages in the same order."""
+        """Start sending and receiving buffers. Both peers must list their messages in the same order."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ class Wait:
 
 @dataclass
 class Counters:
-    """What was really sent, and what it cost, so that users can see that the ring is real.
+    """What a rank sent and received, how long it waited, and how much memory it held.
 
-    ``peak_parcel_bytes`` is the most memory that buffers of parcels took at a time. ``peak_bytes`` adds the rank's rows
-    of every tensor, the accumulators, and the results of kernel calls, for as long as a call held each of them.
+    ``peak_parcel_bytes`` is the peak of parcel buffers. ``peak_bytes`` also counts the rank's rows of every tensor, the
+    accumulators, and the results of kernel calls, each for as long as a call holds it.
     """
 
     bytes_sent: int = 0
@@ -75,13 +75,13 @@ class Counters:
         self.bytes_received += sum(buffer.nbytes for _, buffer in receives)
 
     def hold_parcel(self, buffer_bytes: int) -> None:
-        """A buffer for parcels was allocated or, if negative, freed."""
+        """Count a parcel buffer as allocated or, if negative, as freed."""
         self.live_parcel_bytes += buffer_bytes
         self.peak_parcel_bytes = max(self.peak_parcel_bytes, self.live_parcel_bytes)
         self.hold_bytes(buffer_bytes)
 
     def hold(self, *tensors: Tensor | None) -> int:
-        """Count tensors as live; how many bytes, to be given to `hold_bytes`, negated, when they go."""
+        """Count tensors as live. Returns their bytes: pass the negative to `hold_bytes` when they are freed."""
         size = sum(x.nbytes for x in tensors if x is not None)
         self.hold_bytes(size)
         return size
@@ -102,7 +102,7 @@ class Counters:
 
 @dataclass(frozen=True)
 class GroupTransport:
-    """Point-to-point messages over a process group, with the lost peer named if one fails."""
+    """Point-to-point messages over a process group. Errors name the lost peer."""
 
     group: dist.ProcessGroup
     rank: int
@@ -127,8 +127,8 @@ class GroupTransport:
     def lost_peer(self, label: str, peers: list[tuple[str, int]], error: RuntimeError) -> RingError:
         failed = ", ".join(f"{what} rank {peer}" for what, peer in peers)
         return RingError(
-            f"rank {self.rank} of {self.size}: {label}: {failed} failed: that rank is gone, did not answer within the "
-            f"group's timeout, or waits itself for one that did not ({error})"
+            f"rank {self.rank} of {self.size}: {label}: {failed} failed: that rank exited, did not answer within the "
+            f"group's timeout, or waits for a rank that did not ({error})"
         )
 
 
@@ -153,6 +153,6 @@ class GroupWork:
         try:
             work.wait()
         except RuntimeError as error:
-            # NCCL gives one work for a whole batch: then any of these peers may be the lost one.
+            # NCCL returns one work for a whole batch: then any of these peers may be the lost one.
             peers = self.peers if len(self.works) < len(self.peers) else [self.peers[i]]
             raise self.transport.lost_peer(self.label, peers, error) from error
