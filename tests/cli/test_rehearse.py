@@ -1,4 +1,4 @@
-"""`ringspan rehearse`: figures under what they are, one document, and answers to what cannot be."""
+"""`ringspan rehearse`: the page, the JSON document, and errors for invalid values."""
 
 import json
 
@@ -19,20 +19,20 @@ def run(*arguments: str, status: int = 0) -> str:
     return result.output
 
 
-def test_a_page_for_people() -> None:
+def test_the_page() -> None:
     page = " ".join(run(*SMALL, "--ranks", "128", "--rank", "17").split())
     for words in (
         "65,536 tokens over 128 ranks",
-        "17 (asked for)",
+        "17 (requested)",
         "A token reaches all 65,536 tokens; segments of 2,048, 8,192, 32,768, 65,536 cross ranks.",
-        "Measured here: work and memory. Counted: bytes, exactly those of the plan.",
-        "Computed: waiting, at 25 GB/s and 20 µs a hop.",
-        "Extrapolated: a step of all 128 ranks takes",
+        "which equal the plan",
+        "at 25 GB/s and 20 µs per hop",
+        "Extrapolated: a step of 128",
     ):
         assert words in page
 
 
-def test_one_document() -> None:
+def test_the_json_document() -> None:
     result = CliRunner().invoke(
         app,
         ["rehearse", *SMALL, "--ranks", "16", "--backward", "--ranks-per-node", "4", "--routing", "nodes", "--json"],
@@ -54,15 +54,15 @@ def test_one_document() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--ranks", "4", "--rank", "4"], "4: must lie in 0 .. 3"),
+        (["--ranks", "4", "--rank", "4"], "4: must be in 0 .. 3"),
         (["--tokens", "1e12", "--ranks", "2"], "a rank needs"),
-        (["--routing", "nodes"], "--routing nodes needs to know them: give --ranks-per-node"),
-        (["--routing", "thrown"], "routing='thrown': must be 'relay' or 'direct', or ByNode"),
-        (["--bandwidth", "0"], "bandwidth=0.0: a rate is more than 0"),
+        (["--routing", "nodes"], "--ranks-per-node"),
+        (["--routing", "thrown"], "routing='thrown'"),
+        (["--bandwidth", "0"], "bandwidth=0.0: must be positive"),
         (["--layout", "round"], "layout='round'"),
         (["--dtype", "int8"], "'int8': must be"),
     ],
 )
-def test_bad_values_are_answered(arguments: list[str], words: str) -> None:
+def test_invalid_values_raise(arguments: list[str], words: str) -> None:
     answer = " ".join(run(*arguments, status=2).replace("│", " ").split())
     assert words in answer

@@ -153,7 +153,7 @@ def test_the_stand_in_fills_every_buffer_and_takes_no_time() -> None:
 
 
 def test_a_step_is_as_slow_as_its_slowest_rank() -> None:
-    first: Rehearsed = rehearse_rank(ring(8), 0, FAST, torch.float32, backward=False)
+    first = rehearse_rank(ring(8), 0, FAST, torch.float32, backward=False)
     alone = RehearsedRing({"first": first}, most_work=first.work)
     assert alone.step_seconds == pytest.approx(first.seconds)
     assert RehearsedRing({"first": first}, most_work=3 * first.work).step_seconds == pytest.approx(

@@ -1,4 +1,4 @@
-"""The sampled proof: it sees what the definition says, its samples cover what they promise, and faults do not pass."""
+"""The spot check follows the definition, samples every stratum, and detects faults."""
 
 from dataclasses import replace
 
@@ -43,10 +43,10 @@ def test_recomputed_rows_are_those_of_the_oracle(data: st.DataObject) -> None:
     source, n = SyntheticSource(shape), sum(sizes)
     q, k, v = (source.read(name, range(n), range(shape.heads_of(name))) for name in ("q", "k", "v"))
     out, lse = dense_attention(q, k, v, pattern=pattern, causal=causal, lengths=sizes)
-    for place in (QueryPosition(0, 0), QueryPosition(n - 1, 3), QueryPosition(n // 2, 1)):
-        exact = recompute(source, place, pattern, Documents(sizes), causal=causal, scale=0.5)
-        torch.testing.assert_close(exact.out, out[:, place.row, place.head], rtol=0, atol=1e-13)
-        torch.testing.assert_close(exact.lse, lse[:, place.head, place.row], rtol=0, atol=1e-13)
+    for position in (QueryPosition(0, 0), QueryPosition(n - 1, 3), QueryPosition(n // 2, 1)):
+        exact = recompute(source, position, pattern, Documents(sizes), causal=causal, scale=0.5)
+        torch.testing.assert_close(exact.out, out[:, position.row, position.head], rtol=0, atol=1e-13)
+        torch.testing.assert_close(exact.lse, lse[:, position.head, position.row], rtol=0, atol=1e-13)
 
 
 def plan(causal: bool = True, shape: RowShape = SHAPE) -> RingPlan:
@@ -55,7 +55,7 @@ def plan(causal: bool = True, shape: RowShape = SHAPE) -> RingPlan:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_every_kind_of_tile_hop_and_border_is_sampled(causal: bool) -> None:
+def test_every_kind_of_tile_hop_and_shard_rows_is_sampled(causal: bool) -> None:
     ring = plan(causal)
     strata = draw_strata(ring, anywhere=100)
     assert all(stratum.is_covered for stratum in strata)
@@ -65,25 +65,27 @@ def test_every_kind_of_tile_hop_and_border_is_sampled(causal: bool) -> None:
     assert len(hops) == SHARDS
     for stratum in strata:
         assert (
-            len(set(stratum.places))
-            == len(stratum.places)
+            len(set(stratum.positions))
+            == len(stratum.positions)
             == min(stratum.population, 100 if stratum.name == EVERYWHERE else 30)
         )
-        assert all(0 <= place.row < N and 0 <= place.head < 4 for place in stratum.places)
+        assert all(0 <= position.row < N and 0 <= position.head < 4 for position in stratum.positions)
     by_name = {stratum.name: stratum for stratum in strata}
     shard = N // SHARDS
-    assert {place.row % shard for place in by_name["the first row of a shard"].places} == {0}
-    assert {place.row % shard for place in by_name["the last row of a shard"].places} == {shard - 1}
-    for place in by_name["tiles of parcels, rate 64, full"].places:
-        assert place.row % 64 == place.head // 2, "such a tile has rows that the branch selects only"
+    assert {position.row % shard for position in by_name["the first row of a shard"].positions} == {0}
+    assert {position.row % shard for position in by_name["the last row of a shard"].positions} == {shard - 1}
+    for position in by_name["tiles of parcels, rate 64, full"].positions:
+        assert position.row % 64 == position.head // 2, "such a tile has rows that the branch selects only"
     far = by_name[f"hop {SHARDS - 1}"]
     if causal:  # only the last shard is that far from the first
-        assert {place.row // shard for place in far.places} == {SHARDS - 1}
-        assert far.population == len(far.places) == 4 * shard // 64
+        assert {position.row // shard for position in far.positions} == {SHARDS - 1}
+        assert far.population == len(far.positions) == 4 * shard // 64
 
 
 def test_samples_are_drawn_evenly() -> None:
-    rows = [place.row for seed in range(40) for place in draw_strata(plan(), anywhere=100, seed=seed)[0].places]
+    rows = [
+        position.row for seed in range(40) for position in draw_strata(plan(), anywhere=100, seed=seed)[0].positions
+    ]
     halves = sum(row < N // 2 for row in rows)
     assert abs(halves - 2000) < 5 * 1000**0.5  # 4,000 draws, standard deviation sqrt(4000 / 4)
 
@@ -95,24 +97,24 @@ def streamed(shape: RowShape = SHAPE) -> TensorRows:
     return sink
 
 
-def proven(results: TensorRows, shape: RowShape = SHAPE, anywhere: int = 300) -> SpotCheck:
+def checked(results: TensorRows, shape: RowShape = SHAPE, anywhere: int = 300) -> SpotCheck:
     ring = plan(shape=shape)
     strata = draw_strata(ring, anywhere=anywhere)
     return spot_check(SyntheticSource(shape), results, ring, strata, scale=shape.head_dim**-0.5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_it_holds_where_results_are_right(dtype: torch.dtype) -> None:
+def test_correct_results_pass(dtype: torch.dtype) -> None:
     shape = replace(SHAPE, dtype=dtype)
-    proof = proven(streamed(shape), shape)
-    assert proof.holds
-    assert proof.wrong_share_bound == 3 / 300
-    assert 0 < proof.worst_ratio < 1
-    assert proof.samples > 600
+    found = checked(streamed(shape), shape)
+    assert found.holds
+    assert found.wrong_share_bound == 3 / 300
+    assert 0 < found.worst_ratio < 1
+    assert found.samples > 600
 
 
 def damage_one_hop(out: Tensor, lse: Tensor, source: SyntheticSource) -> None:
-    """As if the tile of the farthest hop had been forgotten: the last shard does not see the first one."""
+    """Omit the tile of the farthest hop: the last shard does not attend to the first."""
     q, k, v = (source.read(name, range(N), range(SHAPE.heads_of(name))) for name in ("q", "k", "v"))
     first = N // SHARDS
     part, part_lse = rs.attention(
@@ -121,51 +123,51 @@ def damage_one_hop(out: Tensor, lse: Tensor, source: SyntheticSource) -> None:
     out[:, -first:], lse[:, :, -first:] = part[:, -first:], part_lse[:, :, -first:]
 
 
-def test_a_forgotten_tile_is_found() -> None:
+def test_a_missing_tile_is_detected() -> None:
     results = streamed()
     damage_one_hop(results.tensors["out"], results.tensors["lse"], SyntheticSource(SHAPE))
-    proof = proven(results)
-    assert not proof.holds
-    wrong = {finding.name: finding.wrong for finding in proof.findings}
+    found = checked(results)
+    assert not found.holds
+    wrong = {stratum.name: stratum.wrong for stratum in found.strata}
     assert wrong[f"hop {SHARDS - 1}"] == 4 * (N // SHARDS) // 64, "every row of that hop"
     assert wrong["hop 0"] <= 2, "few of the rows drawn there happen to be among them"
-    assert proof.wrong_share_bound == 1.0
+    assert found.wrong_share_bound == 1.0
 
 
 @pytest.mark.parametrize("fault", ["nan", "scaled", "lse"])
-def test_other_faults_are_found(fault: str) -> None:
+def test_other_faults_are_detected(fault: str) -> None:
     results = streamed()
     out, lse = results.tensors["out"], results.tensors["lse"]
-    border = N // SHARDS
+    shard_rows = N // SHARDS
     if fault == "nan":
-        out[:, border - 1 :: border] = torch.nan  # the last row of each shard
+        out[:, shard_rows - 1 :: shard_rows] = torch.nan  # the last row of each shard
     elif fault == "scaled":
         out[:, ::2] *= 1.001
     else:
         lse[:, 3] += 1e-3
-    proof = proven(results)
-    assert not proof.holds
+    found = checked(results)
+    assert not found.holds
     if fault == "nan":
-        (last,) = (finding for finding in proof.findings if finding.name == "the last row of a shard")
+        (last,) = (stratum for stratum in found.strata if stratum.name == "the last row of a shard")
         assert last.wrong == last.samples
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_fault_is_larger_than_what_rounding_to_16_bit_may_do(dtype: torch.dtype) -> None:
-    """Over thousands of keys an output is small, and so must be what is allowed: zeros are not right."""
+def test_zeros_exceed_the_allowed_error_in_16_bit(dtype: torch.dtype) -> None:
+    """Over thousands of keys outputs are small, and the allowed error must be smaller still."""
     shape = RowShape(2, 2, 32, dtype)
     out = torch.empty(1, N, 2, 32, dtype=dtype)
     results = TensorRows({"out": out, "lse": torch.empty(1, 2, N, dtype=torch.float32)})
     rs.stream_attention(SyntheticSource(shape), results, N, rs.Full(), causal=True, shards=4)
     ring = rs.plan(rs.Full(), N, ring_size=4, layout="contiguous", causal=True, routing="direct", heads=2, head_dim=32)
-    places = tuple(QueryPosition(row, row % 2) for row in range(1, N, N // 40))
-    stratum = [Stratum(EVERYWHERE, 2 * N, places)]
+    positions = tuple(QueryPosition(row, row % 2) for row in range(1, N, N // 40))
+    stratum = [Stratum(EVERYWHERE, 2 * N, positions)]
     assert spot_check(SyntheticSource(shape), results, ring, stratum, scale=32**-0.5).wrong == 0
     out.zero_()
-    assert spot_check(SyntheticSource(shape), results, ring, stratum, scale=32**-0.5).wrong == len(places)
+    assert spot_check(SyntheticSource(shape), results, ring, stratum, scale=32**-0.5).wrong == len(positions)
 
 
-def test_rows_that_see_nothing_must_be_nothing() -> None:
+def test_rows_without_keys_must_be_zero() -> None:
     pattern = rs.Dilated((64,), (4,))
     shape = RowShape(1, 1, 8)
     ring = rs.plan(pattern, 256, ring_size=4, layout="contiguous", routing="direct", heads=1, head_dim=8)

@@ -1,11 +1,14 @@
-"""`ringspan rehearse`: ranks of a ring that is not there, run for real on this machine."""
+"""`ringspan rehearse`: run some ranks of a large ring on this machine, one at a time."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from typing import TYPE_CHECKING, Annotated, Any, cast
+import os
+from typing import Annotated, Any, cast
 
+import psutil
+import torch
 import typer
 
 from ringspan.cli.console import make_console
@@ -22,11 +25,10 @@ from ringspan.cli.options import (
     warn_of_unselected,
 )
 from ringspan.layout import LayoutName, check_layout_name
-
-if TYPE_CHECKING:
-    from ringspan.planning import RingPlan, Routing
-    from ringspan.tools.pages import Table
-    from ringspan.tools.rehearse import Network, RehearsedRing
+from ringspan.planning import ByNode, RingPlan, Routing
+from ringspan.tools.pages import Table, rich_table
+from ringspan.tools.plan_report import headline, make_plans
+from ringspan.tools.rehearse import Network, RehearsedRing, ranks_worth_rehearsing, rehearse_ring
 
 
 def rehearse(
@@ -37,26 +39,26 @@ def rehearse(
     ] = None,
     pattern: Annotated[str, typer.Option(metavar="PATTERN", help=PATTERN_HELP)] = SPANNING,
     layout: Annotated[str, typer.Option(help="contiguous or zigzag.")] = "zigzag",
-    causal: Annotated[bool, typer.Option(help="Whether a query sees only keys up to itself.")] = True,
-    routing: Annotated[str, typer.Option(help="relay or direct; or nodes, which needs --ranks-per-node.")] = "relay",
+    causal: Annotated[bool, typer.Option(help="Whether a query attends only to keys up to itself.")] = True,
+    routing: Annotated[str, typer.Option(help="relay, direct, or nodes (needs --ranks-per-node).")] = "relay",
     heads: Heads = 8,
     kv_heads: Annotated[int | None, typer.Option(help="KV heads.", min=1, show_default="as many as heads")] = None,
     dim: Dim = 64,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
-    backward: Annotated[bool, typer.Option(help="Rehearse backward too.")] = False,
-    bandwidth: Annotated[float, typer.Option(help="Bytes/s that a rank sends and receives.")] = 25e9,
-    latency: Annotated[float, typer.Option(help="Seconds a hop costs.")] = 20e-6,
-    ranks_per_node: Annotated[int, typer.Option(help="Ranks that share a node; 0: all links are alike.", min=0)] = 0,
-    bandwidth_across: Annotated[float, typer.Option(help="Bytes/s of a rank between nodes.")] = 25e9,
-    threads: Annotated[int, typer.Option(help="CPU threads of the rank; 0 is all cores.", min=0)] = 0,
-    timeout: Annotated[float, typer.Option(help="Seconds that one rank may take.")] = 3600.0,
+    backward: Annotated[bool, typer.Option(help="Run backward, too.")] = False,
+    bandwidth: Annotated[float, typer.Option(help="Bytes/s of a rank, in each direction.")] = 25e9,
+    latency: Annotated[float, typer.Option(help="Latency of a hop in seconds.")] = 20e-6,
+    ranks_per_node: Annotated[int, typer.Option(help="Ranks per node; 0: all links are equal.", min=0)] = 0,
+    bandwidth_across: Annotated[float, typer.Option(help="Bytes/s of a rank across nodes.")] = 25e9,
+    threads: Annotated[int, typer.Option(help="CPU threads of the rank; 0: all cores.", min=0)] = 0,
+    timeout: Annotated[float, typer.Option(help="Time limit of one rank in seconds.")] = 3600.0,
     as_json: AsJson = False,
 ) -> None:
-    """Rehearse ranks of a big ring: run exactly their plans, with their own tiles, on this machine.
+    """Run some ranks of a large ring on this machine, one at a time, exactly as their plans say.
 
-    A rank's rows are random, its parcels come from a stand-in, and everything else is what a real rank does. Work and
-    memory are measured, bytes are counted, and waiting is computed from the bandwidth. Exit status 0 only if the bytes
-    are those of the plan.
+    Rows are random, parcels come from a stand-in, and everything else is what a real rank does. Work and memory are
+    measured, bytes are counted, and waiting is computed from the bandwidth. The exit status is 0 only if the bytes are
+    those of the plan.
 
     **Examples**
 
@@ -66,20 +68,9 @@ def rehearse(
 
     `ringspan rehearse --ranks 16 --ranks-per-node 8 --routing nodes --bandwidth 450e9 --bandwidth-across 50e9`
     """
-    import os  # noqa: PLC0415
-
-    import torch  # noqa: PLC0415
-
-    from ringspan.tools.pages import rich_table  # noqa: PLC0415
-    from ringspan.tools.rehearse import (  # noqa: PLC0415
-        Network,
-        ranks_worth_rehearsing,
-        rehearse_ring,
-    )
-
     ring_size = read_as("--ranks", read_count, ranks)
     if rank is not None and rank >= ring_size:
-        raise typer.BadParameter(f"{rank}: must lie in 0 .. {ring_size - 1}", param_hint="--rank")
+        raise typer.BadParameter(f"{rank}: must be in 0 .. {ring_size - 1}", param_hint="--rank")
     dtype, length = read_as("--dtype", read_dtype, dtype), read_as("--tokens", read_count, tokens)
     try:
         network = Network(bandwidth, latency, ranks_per_node, bandwidth_across)
@@ -97,11 +88,11 @@ def rehearse(
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    chosen = ranks_worth_rehearsing(plan) if rank is None else {"asked for": rank}
+    chosen = ranks_worth_rehearsing(plan) if rank is None else {"requested": rank}
     _check_memory(plan, chosen, backward)
     progress = make_console(stderr=True)
     warn_of_unselected(progress, plan.pattern, length, plan.sizes.kv_heads)
-    with progress.status(f"{len(chosen)} of {ring_size:,} ranks are rehearsed, one after the other ..."):
+    with progress.status(f"Rehearsing {len(chosen)} of {ring_size:,} ranks, one after the other ..."):
         ring = rehearse_ring(
             plan,
             chosen,
@@ -122,43 +113,34 @@ def rehearse(
 
 
 def _plan(pattern: Any, tokens: int, ring_size: int, layout: str, **options: Any) -> RingPlan:
-    from ringspan.tools.plan_report import make_plans  # noqa: PLC0415
-
     check_layout_name(layout)
     name = cast(LayoutName, layout)
     return make_plans(pattern, tokens, ring_size, (name,), batch=1, **options)[name]
 
 
 def _routing(name: str, ranks_per_node: int) -> Routing:
-    from ringspan.planning import ByNode  # noqa: PLC0415
-
     if name != "nodes":
         return cast("Routing", name)
     if not ranks_per_node:
-        raise ValueError("--routing nodes needs to know them: give --ranks-per-node")
+        raise ValueError("--routing nodes: needs the size of a node; add --ranks-per-node")
     return ByNode(ranks_per_node)
 
 
 def _check_memory(plan: RingPlan, ranks: dict[str, int], backward: bool) -> None:
-    """Say what a rank needs before it is started, if this machine cannot hold it."""
-    import psutil  # noqa: PLC0415
-
+    """Raise before the start if this machine does not have the memory that a rank needs."""
     needed = max(plan.memory(rank, backward=backward).total for rank in ranks.values())
     free = psutil.virtual_memory().available
     if needed > free:
         raise typer.BadParameter(
-            f"a rank needs {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free here: "
-            "give more --ranks, or fewer --tokens or --heads"
+            f"a rank needs {needed / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB are free here: "
+            "use more --ranks, or fewer --tokens or --heads"
         )
 
 
 def _table(plan: RingPlan, dtype: str, ring: RehearsedRing) -> Table:
-    from ringspan.tools.pages import Table  # noqa: PLC0415
-    from ringspan.tools.plan_report import headline  # noqa: PLC0415
-
-    lines = [["rank", "rows", "tiles", "hops", "worked, s", "waits, s", "sent, MiB", "parcels, MiB", "grew by, MiB"]]
+    lines = [["rank", "rows", "tiles", "hops", "work, s", "wait, s", "sent, MiB", "parcels, MiB", "peak, MiB"]]
     for reason, rank in ring.ranks.items():
-        passes = [figures for figures in (rank.forward, rank.backward) if figures is not None]
+        passes = [each for each in (rank.forward, rank.backward) if each is not None]
         lines.append(
             [
                 f"{rank.rank:,} ({reason})",
@@ -167,8 +149,8 @@ def _table(plan: RingPlan, dtype: str, ring: RehearsedRing) -> Table:
                 f"{rank.hops:,}",
                 f"{rank.working:.3f}{' †' if rank.disturbed else ''}",
                 f"{rank.waiting:.3f}",
-                f"{sum(figures.bytes_sent for figures in passes) / 2**20:,.1f}",
-                f"{max(figures.peak_parcel_bytes for figures in passes) / 2**20:,.1f}",
+                f"{sum(each.bytes_sent for each in passes) / 2**20:,.1f}",
+                f"{max(each.peak_parcel_bytes for each in passes) / 2**20:,.1f}",
                 f"{rank.peak_growth / 2**20:,.0f}",
             ]
         )
@@ -177,7 +159,7 @@ def _table(plan: RingPlan, dtype: str, ring: RehearsedRing) -> Table:
 
 def _sentences(plan: RingPlan, network: Network, ring: RehearsedRing) -> list[str]:
     across = (
-        f" inside nodes of {network.ranks_per_node}, {network.bandwidth_across / 1e9:g} GB/s across"
+        f" within nodes of {network.ranks_per_node}, {network.bandwidth_across / 1e9:g} GB/s across nodes"
         if network.ranks_per_node
         else ""
     )
@@ -185,21 +167,17 @@ def _sentences(plan: RingPlan, network: Network, ring: RehearsedRing) -> list[st
     busy = max((rank.foreign_cores for rank in ring.ranks.values() if rank.disturbed), default=0.0)
     return [
         str(plan.reach),
-        "Measured here: work and memory. Counted: bytes, "
-        + ("exactly those of the plan." if ring.bytes_as_planned else "WHICH ARE NOT THOSE OF THE PLAN."),
-        f"Computed: waiting, at {network.bandwidth / 1e9:g} GB/s{across} and {network.latency * 1e6:g} µs a hop.",
-        f"Extrapolated: a step of all {size:,} ranks takes about {ring.step_seconds:.3f} s{' †' if busy else ''} on as "
-        f"many devices like this; the slowest rehearsed rank is {ring.slowest.rank:,}.",
-        *(
-            [f"†: other programs kept up to {busy:.1f} cores busy meanwhile: repeat on a quiet machine."]
-            if busy
-            else []
-        ),
+        "Measured: work and peak memory growth. Counted: bytes, which "
+        + ("equal the plan." if ring.bytes_as_planned else "DIFFER FROM THE PLAN."),
+        f"Computed: waiting, at {network.bandwidth / 1e9:g} GB/s{across} and {network.latency * 1e6:g} µs per hop.",
+        f"Extrapolated: a step of {size:,} such devices takes about {ring.step_seconds:.3f} s{' †' if busy else ''}; "
+        f"the slowest rehearsed rank is {ring.slowest.rank:,}.",
+        *([f"†: other programs used up to {busy:.1f} cores meanwhile: repeat on an idle machine."] if busy else []),
     ]
 
 
 def _document(plan: RingPlan, network: Network, dtype: str, ring: RehearsedRing) -> dict[str, Any]:
-    """Everything as one JSON document, each figure under what it is: measured, counted, computed or extrapolated."""
+    """The JSON document; it separates what is measured, counted, computed and extrapolated."""
     return {
         "pattern": plan.pattern.text,
         "tokens": plan.layout.rows,
@@ -227,9 +205,9 @@ def _document(plan: RingPlan, network: Network, dtype: str, ring: RehearsedRing)
                 },
                 "computed": {"waiting_seconds": rank.waiting},
                 "counted": {
-                    name: dataclasses.asdict(figures)
-                    for name, figures in (("forward", rank.forward), ("backward", rank.backward))
-                    if figures is not None
+                    name: dataclasses.asdict(each)
+                    for name, each in (("forward", rank.forward), ("backward", rank.backward))
+                    if each is not None
                 },
                 "bytes_as_planned": rank.bytes_as_planned,
             }

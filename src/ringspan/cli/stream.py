@@ -1,24 +1,29 @@
-"""`ringspan stream`: exact attention over a sequence that does not fit in memory, proven by samples."""
+"""`ringspan stream`: exact attention over a sequence larger than memory, with a spot check of the results."""
 
 from __future__ import annotations
+
+import os
+
+# Must be set before torch is imported. Threads that read and write share the cores with torch's, which by default spin
+# while they wait for one another.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import dataclasses
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ringspan.cli.console import make_console
 from ringspan.cli.options import AsJson, Dim, Heads, read_as, read_count, read_dtype, read_pattern, writing_to
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from ringspan.tools.demonstration import Demonstration, Settings
-    from ringspan.tools.pages import Table
-    from ringspan.tools.spot_check import SpotCheck, StratumResult
+from ringspan.streaming import ShardDone
+from ringspan.tools.demonstration import Demonstration, DemonstrationSettings, demonstrate, whole_sequence_pattern
+from ringspan.tools.pages import Table, rich_table
+from ringspan.tools.spot_check import SpotCheck, StratumResult
 
 
 def stream(
@@ -26,26 +31,25 @@ def stream(
     pattern: Annotated[
         str, typer.Option(help="full, or SEGMENTxRATE pairs.", show_default="256 rows of each segment, up to all")
     ] = "",
-    causal: Annotated[bool, typer.Option(help="Whether a query sees only keys up to itself.")] = True,
+    causal: Annotated[bool, typer.Option(help="Whether a query attends only to keys up to itself.")] = True,
     heads: Heads = 2,
     kv_heads: Annotated[int | None, typer.Option(help="KV heads.", min=1, show_default="as many as heads")] = None,
     dim: Dim = 32,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
-    seed: Annotated[int, typer.Option(help="Of the rows, and of the samples.")] = 0,
-    budget: Annotated[str, typer.Option(metavar="BYTES", help="Memory of this whole process: 2G, 8G.")] = "4G",
+    seed: Annotated[int, typer.Option(help="Seed of the rows and the samples.")] = 0,
+    budget: Annotated[str, typer.Option(metavar="BYTES", help="Memory of the whole process: 2G, 8G.")] = "4G",
     anywhere: Annotated[int, typer.Option(help="Samples from the whole sequence.", min=1)] = 1000,
-    each: Annotated[int, typer.Option(help="Samples of each kind of tile, hop and border.", min=30)] = 30,
-    out: Annotated[Path, typer.Option(help="Folder of the run; what is there is gone on with.")] = Path(
+    each: Annotated[int, typer.Option(help="Samples of each kind of tile, each hop and shard boundary.", min=30)] = 30,
+    out: Annotated[Path, typer.Option(help="Folder of the run; an interrupted run in it resumes.")] = Path(
         "ringspan-stream"
     ),
     as_json: AsJson = False,
 ) -> None:
-    """Stream attention: a length that no memory holds, computed exactly, shard by shard, and proven by samples.
+    """Compute attention over a sequence larger than memory, exactly, shard by shard, and check samples of it.
 
-    Rows are made on demand from their positions, and results are digested (SHA-256), so that nothing is stored; only
-    the places that the proof will look at are kept. Each of them is computed anew in fp64, from the definition.
-    Killed, it goes on from the last finished shard when it is started again. Exit status 0 only if the proof holds and
-    memory stayed within the budget.
+    Rows are generated on demand from their positions, and results are reduced to a SHA-256, so nothing is stored except
+    the sampled positions. Each of these is recomputed in fp64 from the definition. An interrupted run resumes after the
+    last finished shard. The exit status is 0 only if all samples are right and memory stayed within the budget.
 
     **Examples**
 
@@ -55,11 +59,6 @@ def stream(
 
     `ringspan stream --tokens 64k --pattern full --dtype bfloat16`
     """
-    import os  # noqa: PLC0415
-
-    # Before torch is there: reading and writing share the cores with torch's threads, which by default burn them while
-    # they wait for one another.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     settings = _settings(tokens, pattern, causal, heads, kv_heads or heads, dim, dtype, seed, budget, anywhere, each)
     progress = make_console(stderr=True)
     try:
@@ -74,7 +73,7 @@ def stream(
     if as_json:
         typer.echo(json.dumps(found.as_json()))
     else:
-        _say(make_console(), found, out)
+        _print_summary(make_console(), found, out)
     raise typer.Exit(0 if found.holds else 1)
 
 
@@ -90,11 +89,9 @@ def _settings(
     budget: str,
     anywhere: int,
     each: int,
-) -> Settings:
-    from ringspan.tools.demonstration import Settings, whole_sequence_pattern  # noqa: PLC0415
-
+) -> DemonstrationSettings:
     length = read_as("--tokens", read_count, tokens)
-    return Settings(
+    return DemonstrationSettings(
         tokens=length,
         pattern=read_as("--pattern", read_pattern, pattern) if pattern else whole_sequence_pattern(length),
         causal=causal,
@@ -109,13 +106,8 @@ def _settings(
     )
 
 
-def _run(settings: Settings, out: Path, console: Console) -> Demonstration:
-    """The run and its proof, with a bar for each."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415
-
-    from ringspan.streaming import ShardDone  # noqa: PLC0415
-    from ringspan.tools.demonstration import demonstrate  # noqa: PLC0415
-
+def _run(settings: DemonstrationSettings, out: Path, console: Console) -> Demonstration:
+    """Run and spot-check, with a progress bar for each."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(20),
@@ -124,48 +116,51 @@ def _run(settings: Settings, out: Path, console: Console) -> Demonstration:
     )
     with Progress(*columns, console=console) as bars:
         shards = bars.add_task("shards", total=None, text="")
-        places = bars.add_task("proof", total=None, text="", visible=False)
+        positions = bars.add_task("spot check", total=None, text="", visible=False)
 
         def on_shard(done: ShardDone) -> None:
             text = f"{done.finished:,} of {done.shards:,}, {done.rows / done.seconds:,.0f} tokens/s"
             bars.update(shards, total=done.shards, completed=done.finished, text=text)
 
-        def on_proof(count: int) -> None:
-            bars.update(places, total=count, visible=True, text=f"{count:,} places computed anew")
+        def on_spot_check(count: int) -> None:
+            bars.update(positions, total=count, visible=True, text=f"{count:,} positions recomputed")
 
-        return demonstrate(settings, out, on_shard=on_shard, on_proof=on_proof, on_place=lambda: bars.advance(places))
+        return demonstrate(
+            settings,
+            out,
+            on_shard=on_shard,
+            on_spot_check=on_spot_check,
+            on_position=lambda: bars.advance(positions),
+        )
 
 
-def _say(console: Console, found: Demonstration, out: Path) -> None:
-    from ringspan.tools.pages import rich_table  # noqa: PLC0415
+def _print_summary(console: Console, found: Demonstration, out: Path) -> None:
 
-    settings, proof = found.settings, found.proof
+    settings, checked = found.settings, found.spot_check
     lines = [
         f"{settings.tokens:,} tokens, {settings.pattern.text}, "
         f"{'causal' if settings.causal else 'not causal'}, {settings.heads} heads of {settings.dim}, {settings.dtype}: "
-        f"{found.seconds:,.1f} s in {found.shards} shards, {found.seconds / settings.tokens * 1e6:.3f} µs a token "
+        f"{found.seconds:,.1f} s in {found.shards} shards, {found.seconds / settings.tokens * 1e6:.3f} µs per token "
         f"({found.steady_seconds_per_token * 1e6:.3f} in the median shard)",
-        f"Memory of the process: {found.peak_bytes / 2**30:.2f} GiB of {settings.budget_bytes / 2**30:g} GiB"
-        + ("." if found.within_budget else ", WHICH IS TOO MUCH."),
-        f"Digest of all outputs: {found.digest}",
-        spot_check_sentence(proof),
-        f"Everything is in {out}.",
+        f"Peak memory of the process: {found.peak_bytes / 2**30:.2f} GiB of {settings.budget_bytes / 2**30:g} GiB"
+        + ("." if found.within_budget else ": OVER THE BUDGET."),
+        f"SHA-256 of all outputs: {found.digest}",
+        spot_check_sentence(checked),
+        f"All files of the run are in {out}.",
     ]
-    console.print(rich_table(spot_check_table(proof)))
+    console.print(rich_table(spot_check_table(checked)))
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def spot_check_table(proof: SpotCheck) -> Table:
-    """The strata of a proof: one line each, but all hops in one."""
-    from ringspan.tools.pages import Table  # noqa: PLC0415
-
-    hops = [finding for finding in proof.findings if re.fullmatch(r"hop \d+", finding.name)]
-    others = [finding for finding in proof.findings if finding not in hops]
-    rows = [["places", "there are", "samples", "wrong", "worst error", "of what is allowed"]]
-    rows += [_line(finding, f"{finding.samples:,}") for finding in others]
+def spot_check_table(checked: SpotCheck) -> Table:
+    """One line per stratum, with all hops in one line."""
+    hops = [stratum for stratum in checked.strata if re.fullmatch(r"hop \d+", stratum.name)]
+    others = [stratum for stratum in checked.strata if stratum not in hops]
+    rows = [["stratum", "positions", "samples", "wrong", "largest error", "error / allowed"]]
+    rows += [_line(stratum, f"{stratum.samples:,}") for stratum in others]
     if hops:
-        together = dataclasses.replace(
+        all_hops = dataclasses.replace(
             hops[0],
             name=f"{len(hops):,} hops",
             population=sum(hop.population for hop in hops),
@@ -174,31 +169,31 @@ def spot_check_table(proof: SpotCheck) -> Table:
             worst_ratio=max(hop.worst_ratio for hop in hops),
         )
         fewest = min(hops, key=lambda hop: hop.samples)
-        all_of_it = ", all there are" if fewest.samples == fewest.population else ""
-        samples = f"{sum(hop.samples for hop in hops):,}; fewest in one hop: {fewest.samples}{all_of_it}"
-        rows.append(_line(together, samples))
-    return Table("The sampled proof", rows)
+        whole = " (all)" if fewest.samples == fewest.population else ""
+        samples = f"{sum(hop.samples for hop in hops):,}; at least {fewest.samples}{whole} per hop"
+        rows.append(_line(all_hops, samples))
+    return Table("Spot check", rows)
 
 
-def spot_check_sentence(proof: SpotCheck) -> str:
-    if proof.wrong:
-        return f"{proof.wrong} of {proof.samples:,} sampled places are WRONG."
-    missing = [finding.name for finding in proof.findings if not finding.covered]
+def spot_check_sentence(checked: SpotCheck) -> str:
+    if checked.wrong:
+        return f"{checked.wrong} of {checked.samples:,} sampled positions are WRONG."
+    missing = [stratum.name for stratum in checked.strata if not stratum.covered]
     if missing:
-        return f"Too few samples of: {', '.join(missing)}."
+        return f"Too few samples in: {', '.join(missing)}."
     return (
-        f"All {proof.samples:,} sampled places are right (up to {proof.most_keys:,} keys each, computed anew in fp64): "
-        f"with 95 % confidence at most {proof.wrong_share_bound:.2%} of all places are wrong "
-        "(3/m for the m that were drawn anywhere)."
+        f"All {checked.samples:,} sampled positions are right (recomputed in fp64, up to {checked.most_keys:,} keys "
+        f"each). With 95 % confidence, at most {checked.wrong_share_bound:.2%} of all positions are wrong (3/m for the "
+        "m samples drawn from the whole sequence)."
     )
 
 
-def _line(finding: StratumResult, samples: str) -> list[str]:
+def _line(stratum: StratumResult, samples: str) -> list[str]:
     return [
-        finding.name,
-        f"{finding.population:,}",
+        stratum.name,
+        f"{stratum.population:,}",
         samples,
-        f"{finding.wrong}",
-        f"{finding.worst_out:.1e}",
-        f"{finding.worst_ratio:.1%}",
+        f"{stratum.wrong}",
+        f"{stratum.worst_out:.1e}",
+        f"{stratum.worst_ratio:.1%}",
     ]

@@ -1,7 +1,7 @@
-"""A demonstration at any length: rows from a counter, streamed through exact attention, digested, proven by samples.
+"""Streamed attention at any length: synthetic rows in, a SHA-256 of all outputs and a spot check out.
 
-Everything about a run lies in one folder, so that it can be interrupted, gone on with, and shown in the docs:
-progress.jsonl (finished shards), log.jsonl (when, how fast, how much memory) and result.json.
+All files of a run are in one folder, so that it can be resumed: progress.jsonl (finished shards), log.jsonl (time and
+memory of each shard) and result.json.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ringspan.streaming.job import Job, StreamOptions, make_job
 from ringspan.tools.measure import describe_machine
 from ringspan.tools.spot_check import SpotCheck, draw_strata, spot_check
 
-RESERVE_BYTES = 256 * 2**20  # of a process's budget: plans, samples, and what allocators hold on to
+RESERVE_BYTES = 256 * 2**20  # of the process's budget, for plans, samples and memory that allocators keep
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """What is computed: uniform random rows of unit variance, made from the seed and the position."""
+class DemonstrationSettings:
+    """What to compute. Rows are uniform with unit variance, and depend on the seed and their position."""
 
     tokens: int
     pattern: Pattern
@@ -45,7 +45,7 @@ class Settings:
 
 
 def whole_sequence_pattern(tokens: int) -> Dilated:
-    """Few branches, each with 256 selected rows per segment: cheap enough for a billion tokens.
+    """Few branches with 256 selected rows per segment each: cheap enough for a billion tokens.
 
     >>> whole_sequence_pattern(2**30).text
     '256x1,65536x256,16777216x65536,1073741824x4194304'
@@ -55,20 +55,20 @@ def whole_sequence_pattern(tokens: int) -> Dilated:
 
 @dataclass(frozen=True)
 class Demonstration:
-    """A finished run and its proof.
+    """A finished run and its spot check.
 
-    ``steady_seconds_per_token`` is that of the median shard: what a run costs when it has begun, since the first shards
-    also pay for memory that the system gives page by page, and for the first read, which has nothing beside it.
+    ``steady_seconds_per_token`` is that of the median shard, the steady cost of a run: the first shards also pay for
+    page faults on new memory, and for the first read, which overlaps with nothing.
     """
 
-    settings: Settings
+    settings: DemonstrationSettings
     shards: int
     seconds: float
     steady_seconds_per_token: float
     parcel_bytes: int
     peak_bytes: int
     digest: str
-    proof: SpotCheck
+    spot_check: SpotCheck
     machine: dict[str, str | int | float]
 
     @property
@@ -77,7 +77,7 @@ class Demonstration:
 
     @property
     def holds(self) -> bool:
-        return self.proof.holds and self.within_budget
+        return self.spot_check.holds and self.within_budget
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -90,29 +90,29 @@ class Demonstration:
             "peak_bytes": self.peak_bytes,
             "within_budget": self.within_budget,
             "digest": self.digest,
-            "proof": self.proof.as_json(),
+            "proof": self.spot_check.as_json(),
             "machine": self.machine,
         }
 
 
 def demonstrate(
-    settings: Settings,
+    settings: DemonstrationSettings,
     folder: Path,
     *,
     on_shard: Callable[[ShardDone], None],
-    on_proof: Callable[[int], None],
-    on_place: Callable[[], None],
+    on_spot_check: Callable[[int], None],
+    on_position: Callable[[], None],
 ) -> Demonstration:
-    """Stream, digest and spot_check; goes on with what is in the folder.
+    """Stream, checksum and spot-check; resumes the run in the folder, if any.
 
-    ``on_proof`` is told how many places will be computed anew, ``on_place`` is called after each.
+    ``on_spot_check`` receives the number of positions that will be recomputed; ``on_position`` is called after each.
     """
     folder.mkdir(parents=True, exist_ok=True)
     shape = RowShape(settings.heads, settings.kv_heads, settings.dim, getattr(torch, settings.dtype))
     source = SyntheticSource(shape, settings.seed)
     job = _job(settings, source, folder)
     strata = draw_strata(job.plan, anywhere=settings.anywhere, each=settings.each, seed=settings.seed)
-    sink = ChecksumSink(place for stratum in strata for place in stratum.places)
+    sink = ChecksumSink(position for stratum in strata for position in stratum.positions)
     log = Journal(folder / "log.jsonl", durable=False)
 
     def shard_done(done: ShardDone) -> None:
@@ -130,8 +130,8 @@ def demonstrate(
         progress=folder / "progress.jsonl",
         on_shard=shard_done,
     )
-    on_proof(len({place for stratum in strata for place in stratum.places}))
-    proof = spot_check(source, sink, job.plan, strata, scale=job.scale, on_place=on_place)
+    on_spot_check(len({position for stratum in strata for position in stratum.positions}))
+    checked = spot_check(source, sink, job.plan, strata, scale=job.scale, on_position=on_position)
     lines = read_journal(log.path)
     found = Demonstration(
         settings,
@@ -141,7 +141,7 @@ def demonstrate(
         streamed.parcel_bytes,
         max([Cpu().peak_bytes(), *(line["peak_bytes"] for line in lines)]),
         sink.checksum,
-        proof,
+        checked,
         describe_machine(),
     )
     write_atomic(folder / "result.json", json.dumps(found.as_json(), indent=1) + "\n")
@@ -149,16 +149,16 @@ def demonstrate(
 
 
 def steady_seconds_per_token(log: Sequence[dict[str, Any]]) -> float:
-    """That of the median shard, from the lines of a run's log."""
+    """The seconds per token of the median shard, from the lines of log.jsonl."""
     return statistics.median(line["seconds"] / line["rows"] for line in log)
 
 
-def _job(settings: Settings, source: SyntheticSource, folder: Path) -> Job:
-    """The shards that leave room for what the process holds already."""
+def _job(settings: DemonstrationSettings, source: SyntheticSource, folder: Path) -> Job:
+    """The job, with shards that fit the budget minus what the process already holds."""
     held = Cpu().peak_bytes() + RESERVE_BYTES
     if settings.budget_bytes <= held:
         raise ValueError(
-            f"budget_bytes={settings.budget_bytes:,}: Python, torch and a reserve take {held:,} of it; give more"
+            f"budget_bytes={settings.budget_bytes:,}: Python, torch and a reserve take {held:,} of it; raise the budget"
         )
     options = StreamOptions(causal=settings.causal, budget_bytes=settings.budget_bytes - held)
     progress = folder / "progress.jsonl"

@@ -1,7 +1,7 @@
-"""The network of a rehearsal: nothing is sent, so how long parcels would have travelled is computed.
+"""Rehearsal: run the plans of some ranks of a large ring on this machine, one rank at a time.
 
-Work is measured by the clock; waiting is what a rank would have waited at given bandwidths, with the work as it was
-measured. The two are kept apart, and reports say which is which.
+A rank computes its real tiles on random rows. Nothing is sent: a stand-in transport fills its parcels, and the waiting
+time is computed from a network model. Work is measured, waiting is computed, and reports keep the two apart.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from ringspan.tools.measure import Stopwatch, is_disturbed
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """What a rank's links carry each way (bytes/s), and what a hop costs, however small (seconds).
+    """The network model: bandwidth of a rank's links in each direction (bytes/s) and latency of a hop (seconds).
 
-    With ``ranks_per_node``, ``bandwidth`` is that inside a node, and ``bandwidth_across`` that of a rank's share of the
-    links between nodes; with 0, all links are alike.
+    With ``ranks_per_node``, ``bandwidth`` applies within a node and ``bandwidth_across`` to a rank's share of the links
+    between nodes. With 0, all links are equal.
     """
 
     bandwidth: float
@@ -42,7 +42,7 @@ class Network:
         wanted = ["bandwidth", "bandwidth_across"] if self.ranks_per_node else ["bandwidth"]
         for name in wanted:
             if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)}: a rate is more than 0, and finite")
+                raise ValueError(f"{name}={getattr(self, name)}: must be positive and finite")
         if not 0 <= self.latency < math.inf:
             raise ValueError(f"latency={self.latency}: must be at least 0 seconds, and finite")
 
@@ -51,14 +51,14 @@ class Network:
         return bool(self.ranks_per_node) and node_of(rank, self.ranks_per_node) != node_of(peer, self.ranks_per_node)
 
     def seconds(self, size: int, across: bool) -> float:
-        """How long so many bytes take over one link, alone."""
+        """The time to transfer ``size`` bytes over one idle link."""
         return self.latency + size / (self.bandwidth_across if across else self.bandwidth)
 
 
 class RehearsalClock:
-    """Time as the rank would have seen it: measured while it works, computed while it waits.
+    """The time of the rehearsed rank: measured while it works, computed while it waits.
 
-    Each link carries one flight after the other.
+    Each link carries one transfer at a time.
     """
 
     def __init__(self, network: Network) -> None:
@@ -72,8 +72,8 @@ class RehearsalClock:
         return self.working + self.waiting
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """What happens in this block would not have happened on a real ring: it takes no time."""
+    def paused(self) -> Iterator[None]:
+        """Stop the clock for work that a real ring does not do."""
         self.working += time.perf_counter() - self._since
         try:
             yield
@@ -81,36 +81,36 @@ class RehearsalClock:
             self._since = time.perf_counter()
 
     def arrival(self, sizes: dict[bool, int]) -> float:
-        """When a flight that is posted now will be over: so many bytes on each kind of link, the busier way."""
-        over = self.now
+        """When a transfer that starts now ends; ``sizes``: bytes on each kind of link, in the busier direction."""
+        end = self.now
         for across, size in sizes.items():
             if size:
                 start = max(self.now, self._free_at[across])
                 self._free_at[across] = start + self._network.seconds(size, across)
-                over = max(over, self._free_at[across])
-        return over
+                end = max(end, self._free_at[across])
+        return end
 
     def wait_until(self, arrival: float) -> float:
-        """Wait, without waiting; for how long it would have been."""
-        missing = max(0.0, arrival - self.now)
-        self.waiting += missing
-        return missing
+        """Advance the clock to ``arrival``; returns the waiting time."""
+        seconds = max(0.0, arrival - self.now)
+        self.waiting += seconds
+        return seconds
 
 
-_POOL_NUMBERS = 2**14  # few, since they count as memory of the rank
+_NOISE_NUMBERS = 2**14  # few, since they count towards the memory of the rank
 
 
 class StandInTransport:
-    """One rank's access to a ring that is not there."""
+    """The transport of a rehearsed rank: received buffers are filled with noise, and nothing is sent."""
 
     def __init__(self, rank: int, network: Network, device: torch.device, synchronize: Callable[[], None]) -> None:
         self.rank, self.network, self.counters, self.synchronize = rank, network, Counters(), synchronize
-        self._pool = torch.randn(_POOL_NUMBERS, generator=torch.Generator().manual_seed(0)).to(device)
+        self._noise = torch.randn(_NOISE_NUMBERS, generator=torch.Generator().manual_seed(0)).to(device)
         self.clock = RehearsalClock(network)
 
     def send_receive(self, sends: Messages, receives: Messages, label: str) -> StandInWork:
         self.synchronize()
-        with self.clock.aside():
+        with self.clock.paused():
             self.counters.count(sends, receives)
             sizes = {across: max(self._bytes(way, across) for way in (sends, receives)) for across in (False, True)}
             for _, buffer in receives:
@@ -123,25 +123,27 @@ class StandInTransport:
 
     def _fill(self, buffer: Tensor) -> None:
         numbers = buffer.view(-1)
-        for start in range(0, len(numbers), _POOL_NUMBERS):
-            some = numbers[start : start + _POOL_NUMBERS]
-            some.copy_(self._pool[: len(some)])
+        for start in range(0, len(numbers), _NOISE_NUMBERS):
+            some = numbers[start : start + _NOISE_NUMBERS]
+            some.copy_(self._noise[: len(some)])
 
 
 @dataclass(frozen=True)
 class StandInWork:
+    """A transfer that ends at a computed time."""
+
     transport: StandInTransport
     arrival: float
 
     def wait(self) -> None:
         self.transport.synchronize()
-        with self.transport.clock.aside():
+        with self.transport.clock.paused():
             self.transport.counters.waiting_seconds += self.transport.clock.wait_until(self.arrival)
 
 
 @dataclass(frozen=True, slots=True)
 class PassMetrics:
-    """One pass of a rank: seconds of work are measured, seconds of waiting computed, bytes and messages counted."""
+    """One pass of a rank: working seconds are measured, waiting seconds computed, bytes and messages counted."""
 
     working: float
     waiting: float
@@ -157,9 +159,10 @@ class PassMetrics:
 
 @dataclass(frozen=True, slots=True)
 class RehearsedRank:
-    """What one rank did. ``peak_growth`` is by how much the process grew, as the system reports it, rows included.
+    """Measurements of one rank. ``peak_growth`` is the peak growth of the process's memory, its rows included.
 
-    ``foreign_cores`` are those that other programs kept busy meanwhile; ``disturbed`` if seconds of work say little.
+    ``foreign_cores`` is how many cores other programs used meanwhile; ``disturbed`` if that makes the working seconds
+    unreliable.
     """
 
     rank: int
@@ -176,7 +179,7 @@ class RehearsedRank:
 
     @property
     def seconds(self) -> float:
-        """Of a whole step: measured work and computed waiting."""
+        """The duration of a step: measured work plus computed waiting."""
         return self.forward.seconds + (self.backward.seconds if self.backward else 0.0)
 
     @property
@@ -189,14 +192,14 @@ class RehearsedRank:
 
 
 def rehearse_rank(plan: RingPlan, rank: int, network: Network, dtype: torch.dtype, *, backward: bool) -> RehearsedRank:
-    """Run one rank's plan; best in a process of its own (`ringspan.runtime.launch`), so that its memory is its own.
+    """Run the plan of one rank. Call it in a fresh process (`ringspan.runtime.launch`), so that its memory is its own.
 
-    Raises nothing that a real rank would not raise; a rank that does not fit runs out of memory here as well.
+    Raises only what a real rank would raise; a rank that does not fit in memory runs out of memory here, too.
     """
     device = local_device()
     _warm_up(device, dtype, plan.sizes.head_dim)
     with Stopwatch() as watch:
-        figures, growth = device.peak_growth(lambda: _run(plan, rank, network, dtype, backward, device))
+        passes, growth = device.peak_growth(lambda: _run(plan, rank, network, dtype, backward, device))
     own = plan.rank(rank)
     wanted = [plan.bytes_sent(rank), plan.bytes_sent(rank, backward=True)]
     return RehearsedRank(
@@ -205,10 +208,10 @@ def rehearse_rank(plan: RingPlan, rank: int, network: Network, dtype: torch.dtyp
         tiles=len(own.tiles),
         hops=len(own.hops) - 1,
         work=plan.work(rank),
-        forward=figures[0],
-        backward=figures[1] if backward else None,
+        forward=passes[0],
+        backward=passes[1] if backward else None,
         peak_growth=growth,
-        bytes_as_planned=[figure.bytes_sent for figure in figures] == wanted[: len(figures)],
+        bytes_as_planned=[each.bytes_sent for each in passes] == wanted[: len(passes)],
         foreign_cores=watch.foreign_cores,
         disturbed=is_disturbed(watch.foreign_cores, watch.seconds),
     )
@@ -232,9 +235,9 @@ def _run(
     with torch.no_grad():
         transport = new_transport()
         wide_out, lse = run_forward(own, transport, q, k, v, scale=scale, kernel=kernel)
-        out = wide_out.to(dtype)  # as the operator hands it out
+        out = wide_out.to(dtype)  # as the operator returns it
         del wide_out
-        figures = [_figures(transport)]
+        passes = [_metrics(transport)]
         if backward:
             grad_out = torch.ones_like(out)
             transport = new_transport()
@@ -242,13 +245,13 @@ def _run(
             tensors = (grad_out, None, q, k, v, out, lse)
             wide = run_backward(own, transport, *tensors, scale=scale, kernel=kernel, needs=needs)
             _ = [x.to(dtype) for x in wide if x is not None]
-            figures.append(_figures(transport))
-    return figures
+            passes.append(_metrics(transport))
+    return passes
 
 
-def _figures(transport: StandInTransport) -> PassMetrics:
+def _metrics(transport: StandInTransport) -> PassMetrics:
     transport.synchronize()
-    with transport.clock.aside():
+    with transport.clock.paused():
         counted = transport.counters
     return PassMetrics(
         transport.clock.working,
@@ -260,10 +263,10 @@ def _figures(transport: StandInTransport) -> PassMetrics:
     )
 
 
-def _warm_up(device: Device, dtype: torch.dtype, dim: int) -> None:
-    """The first call of a kernel also sets things up: not the rank's work."""
+def _warm_up(device: Device, dtype: torch.dtype, head_dim: int) -> None:
+    """Call the kernel once: the first call includes set-up, which is not part of the rank's work."""
     kernel = kernels.choose(device.device, dtype).kernel
-    x = torch.ones(1, 1, 64, dim, dtype=dtype, device=device.device)
+    x = torch.ones(1, 1, 64, head_dim, dtype=dtype, device=device.device)
     out, lse = kernel.forward(x, x, x, False, 1.0)
     kernel.backward(torch.ones_like(out), x, x, x, out, lse, False, 1.0, (True, True, True))
     torch.empty(2**20).normal_()
@@ -277,7 +280,7 @@ def _synchronize_for(device: Device) -> Callable[[], None]:
 
 @dataclass(frozen=True)
 class RehearsedRing:
-    """Rehearsed ranks by the reason for which they were chosen, and the most work that the plan gives to any rank."""
+    """Rehearsed ranks by the reason they were chosen, and the largest work of any rank in the plan."""
 
     ranks: dict[str, RehearsedRank]
     most_work: int
@@ -288,9 +291,9 @@ class RehearsedRing:
 
     @property
     def step_seconds(self) -> float:
-        """The ring's step, extrapolated: the slowest rehearsed rank, or the busiest by the plan at the slowest pace.
+        """Extrapolated step time: the slowest rehearsed rank, or the plan's busiest rank at the slowest pace.
 
-        Waiting is for links alone: ranks that are late, now one and now another, also wait for one another.
+        Waiting covers links only. In a real ring, ranks also wait for peers that happen to be late.
         """
         pace = max((rank.working / rank.work for rank in self.ranks.values() if rank.work), default=0.0)
         waiting = max(rank.waiting for rank in self.ranks.values())
@@ -306,7 +309,7 @@ class RehearsedRing:
 
 
 def ranks_worth_rehearsing(plan: RingPlan) -> dict[str, int]:
-    """First, middle, last, and worst by the plan: the one with the most work; each rank once.
+    """The first, middle and last rank, and the worst by the plan, which has the most work; each rank once.
 
     >>> from ringspan.geometry import Documents, Full
     >>> from ringspan.layout import Layout
@@ -334,7 +337,7 @@ def rehearse_ring(
     timeout_seconds: float,
     on_rank: Callable[[str, RehearsedRank], None] | None = None,
 ) -> RehearsedRing:
-    """Rehearse some ranks, one after the other, each in a fresh process with so many threads."""
+    """Rehearse some ranks, one after the other, each in a fresh process with ``threads`` threads."""
     found: dict[str, RehearsedRank] = {}
     for reason, rank in ranks.items():
         (found[reason],) = run_local_ranks(
