@@ -48,7 +48,9 @@ def test_a_journal_drops_a_torn_line_and_continues(tmp_path: Path, durable: bool
     assert read_journal(path) == [{"step": 0}, {"step": 1}, {"step": 2}]
 
 
-@pytest.mark.parametrize("content", [b"no JSON\n", b"\xff\xfe\n", b"[" * 100_000 + b"\n"])
+@pytest.mark.parametrize(
+    "content", [b"no JSON\n", b"\xff\xfe\n", b"[" * 100_000 + b"\n"], ids=["text", "bytes", "deeply nested"]
+)
 def test_a_whole_line_that_is_not_json_is_an_error(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "other.txt"
     path.write_bytes(content)
