@@ -28,7 +28,7 @@ from tests.train.tasks import settings_for
 
 pytestmark = starts_processes
 
-ROUNDS = 60  # for each of six kinds of file; `python -m benchmarks.fuzz` runs more
+ROUNDS = 60  # for each of six kinds of file; `python -m benchmarks fuzz` runs more
 
 
 def trained(settings: TrainSettings) -> tuple[Trainer, Path]:
@@ -87,9 +87,9 @@ def test_hundreds_of_damaged_files_raise_one_line_errors_and_run_no_code(tmp_pat
     assert sum(kind.tried for kind in found) == 6 * ROUNDS
     for kind in found:
         assert not kind.defects
-        assert len(kind.sentences) > 0.7 * ROUNDS
-    checkpoints = [sentence for kind in found[:3] for sentence in kind.sentences]
-    assert all(sentence.startswith(str(tmp_path)) and "\n" not in sentence.strip() for sentence in checkpoints)
+        assert len(kind.messages) > 0.7 * ROUNDS
+    checkpoints = [message for kind in found[:3] for message in kind.messages]
+    assert all(message.startswith(str(tmp_path)) and "\n" not in message.strip() for message in checkpoints)
 
 
 def test_errors_describe_foreign_and_truncated_checkpoints(tmp_path: Path) -> None:
@@ -176,14 +176,14 @@ def two_ranks(folder: Path) -> dict[str, Any]:
 def test_two_ranks_stop_together_and_never_unpickle(tmp_path: Path) -> None:
     found = run_local_ranks(2, two_ranks, tmp_path)
     for rank in found:
-        sentence, steps = rank["disk"]
-        assert "step 3 could not be saved: rank 1:" in sentence
-        assert f"the last good checkpoint is {tmp_path}/disk/checkpoints/step-00000002" in sentence
+        message, steps = rank["disk"]
+        assert "step 3 could not be saved: rank 1:" in message
+        assert f"the last good checkpoint is {tmp_path}/disk/checkpoints/step-00000002" in message
         assert steps == [1, 2]
-        sentence, steps = rank["loss"]
-        assert sentence.startswith("step 3: the loss is not finite on rank 1.")
+        message, steps = rank["loss"]
+        assert message.startswith("step 3: the loss is not finite on rank 1.")
         assert steps == [1, 2]
-        sentence, steps = rank["gradient"]
-        assert sentence.startswith("step 3: gradients are not finite: that of embedding.weight")
+        message, steps = rank["gradient"]
+        assert message.startswith("step 3: gradients are not finite: that of embedding.weight")
         assert steps == [2]
         assert rank["pickles"] == (2, 4)
