@@ -1,11 +1,11 @@
-"""DeepSpeed's ZeRO beside the ring: all ranks share a sequence; ZeRO shards optimiser (2) and weights (3) over them.
+"""DeepSpeed ZeRO with the ring: all ranks share a sequence, and ZeRO shards optimiser (2) and weights (3) over them.
 
     torchrun --nproc-per-node=2 examples/deepspeed_zero.py --stage 2
     torchrun --nproc-per-node=2 examples/deepspeed_zero.py --stage 3
 
-Or with DeepSpeed's own launcher: `deepspeed --num_gpus 8 examples/deepspeed_zero.py`. ZeRO averages gradients over its
-ranks; the loss allows for it (`gradients="averaged"`). Afterwards every rank trains the same model alone, on whole
-sequences and without DeepSpeed, and compares the weights.
+Or with DeepSpeed's launcher: `deepspeed --num_gpus 8 examples/deepspeed_zero.py`. ZeRO averages gradients over its
+ranks; `gradients="averaged"` accounts for that. Afterwards every rank trains the same model alone, on whole sequences
+and without DeepSpeed, and compares the weights.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TOKENS, STEPS, RATE = 501, 3, 1e-2
 
 
 class LossOverTheRing(nn.Module):
-    """DeepSpeed calls a module and differentiates what it returns: here, this rank's share of the loss."""
+    """A module that returns this rank's share of the loss: DeepSpeed differentiates what a module returns."""
 
     def __init__(self, ring: rs.Ring | None) -> None:
         super().__init__()
@@ -86,9 +86,9 @@ def main() -> None:
     apart = max((mine[name] - weight).abs().max().item() for name, weight in alone.items())
     if dist.get_rank() == 0:
         print(f"ZeRO {stage} over a ring of {ring.size}: weights differ from plain training by {apart:.1e}")
-    dist.barrier()  # nobody leaves while others still talk to him
+    dist.barrier()  # gloo aborts if a rank leaves while another still communicates
     dist.destroy_process_group()
-    if not apart <= 1e-6:  # fp32: ZeRO's optimiser states are of that dtype
+    if not apart <= 1e-6:  # ZeRO keeps optimiser states in fp32
         raise SystemExit("more than 1e-6")
 
 

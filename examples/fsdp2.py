@@ -1,11 +1,11 @@
-"""FSDP2 on a data x ring mesh: two sequences at a time, each shared by two ranks.
+"""FSDP2 on a (data, ring) mesh: two sequences at a time, each split over two ranks.
 
     torchrun --nproc-per-node=4 examples/fsdp2.py
     torchrun --nproc-per-node=4 examples/fsdp2.py --mixed-precision
 
-Weights are sharded over all four ranks by `fully_shard`, which averages gradients over the whole mesh: data and ring
-alike. The loss allows for that (`gradients="averaged"`): there is no second reduction for the ring. Afterwards every
-rank trains the same model alone, on whole sequences, and compares.
+`fully_shard` shards the weights over all four ranks and averages gradients over the whole mesh. With
+`gradients="averaged"` the loss accounts for that, and the ring needs no second reduction. Afterwards every rank trains
+the same model alone, on whole sequences, and compares the weights.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Weights = dict[str, torch.Tensor]
 
 
 def sequences(step: int, count: int) -> torch.Tensor:
-    """The text of a step: one byte more than tokens, since targets are the next ones."""
+    """The text of a step: one byte more than tokens, because targets are shifted by one."""
     return torch.randint(256, (count, TOKENS + 1), generator=torch.Generator().manual_seed(step))
 
 
@@ -88,13 +88,13 @@ def main() -> None:
     found = train_with_fsdp(everyone, rs.Ring(mesh["ring"]), slice(number, number + 1), total, mixed)
     exact = train_plainly(total)
     difference, allowed = apart(found, exact), 1e-10
-    if mixed:  # as near to fp64 as one process is that computes in bf16: twice as far, at most
+    if mixed:  # at most twice as far from fp64 as a single process in bf16
         myself = DeviceMesh.from_group(dist.new_subgroups(1)[0], "cpu")
         allowed = 2 * apart(train_with_fsdp(myself, None, slice(total), total, mixed), exact)
     if dist.get_rank() == 0:
         print(f"{world} ranks, rings of {RING}: weights differ from plain training by {difference:.1e}")
         print(f"allowed: {allowed:.1e}" + (", twice what bf16 costs one process" if mixed else ""))
-    dist.barrier()  # nobody leaves while others still talk to him
+    dist.barrier()  # gloo aborts if a rank leaves while another still communicates
     dist.destroy_process_group()
     if not difference <= allowed:
         raise SystemExit(f"{difference:.1e} is more than {allowed:.1e}")

@@ -1,11 +1,11 @@
-"""What an order is worth to a model: the same small transformer, at the same cost, over four orders of one grid.
+"""Compares four orders of one grid: the same small transformer, trained at the same cost.
 
     python examples/grid_orders.py              # a few minutes on two cores; writes docs/figures/hilbert_learning.png
-    python examples/grid_orders.py --side 32    # a grid so narrow that a segment is two whole rows: a strip will do
+    python examples/grid_orders.py --side 32    # a narrow grid, where a segment is two whole rows and row-major order suffices
 
-The task needs two-dimensional neighbourhoods: smooth random fields, most of whose cells are hidden, are to be filled
-in. A cell that sees a compact patch around it can do that; one that sees a strip of its row cannot. Everything but the
-order is the same: weights, data, segments, and so the cost.
+The task needs two-dimensional neighbourhoods: the model fills in smooth random fields with most cells hidden. A cell
+that sees a compact patch around it can do that; one that sees a strip of its row cannot. Weights, data, segments and
+therefore the cost are the same for all orders.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ class Layer(nn.Module):
 
 
 class FillIn(nn.Module):
-    """Values of all cells from those that are shown. Rows lie in the order of ``order`` all the way through."""
+    """Predicts all cells from the visible ones. Rows stay in the order of ``order`` throughout."""
 
     def __init__(self, order: rs.Hilbert | rs.RowMajor | rs.Snake | rs.Morton) -> None:
         super().__init__()
         self.order = order
         self.enter, self.leave = nn.Linear(2, WIDTH), nn.Linear(WIDTH, 1)
-        # The second layer's segments are shifted: what was a border is now the middle.
+        # The second layer shifts segments, so that borders of the first are in the middle.
         self.layers = nn.ModuleList(Layer(order.shape, shift=i % 2 * (SEGMENT // 2)) for i in range(LAYERS))
 
     def forward(self, shown: Tensor, mask: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class FillIn(nn.Module):
 
 
 def train(order: rs.Hilbert | rs.RowMajor | rs.Snake | rs.Morton, seed: int, steps: int) -> list[float]:
-    """The loss at each step, on fresh data: the mean squared error at hidden cells, of a variance of 1."""
+    """Loss at each step on fresh data: the mean squared error at hidden cells (variance 1)."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)  # the same data for every order
     model = FillIn(order)
@@ -93,7 +93,7 @@ def train(order: rs.Hilbert | rs.RowMajor | rs.Snake | rs.Morton, seed: int, ste
 
 
 def draw(curves: dict[str, Tensor], side: int, path: Path) -> None:
-    """Loss over steps: the mean over seeds, and between what they lie. ``curves`` are (seeds, steps)."""
+    """Loss over steps: mean and range over seeds. ``curves`` are (seeds, steps)."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")

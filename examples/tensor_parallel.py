@@ -1,10 +1,10 @@
-"""Tensor parallelism beside the ring: the sequence over two ranks, the heads of each over two more.
+"""Tensor parallelism with the ring: the sequence is split over two ranks, the heads over two.
 
     torchrun --nproc-per-node=4 examples/tensor_parallel.py
 
-`parallelize_module` splits projections and MLP by columns and rows. A rank then holds some of the heads, and which rows
-a head looks at depends on its number among all of them: `pattern.for_heads(first, total)` says which ones these are.
-Afterwards every rank computes the same alone, and compares loss and gradients.
+`parallelize_module` splits projections and MLP by columns and rows, so a rank holds some of the heads. The rows that a
+head sees depend on its global index: `pattern.for_heads(first, total)` states which heads these are. Afterwards every
+rank computes the same alone and compares loss and gradients.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def new_model() -> rs.models.LongNet:
 
 
 def split_heads(model: rs.models.LongNet, mesh: DeviceMesh) -> None:
-    """Split every layer over the mesh; its attention then knows which heads it holds."""
+    """Split every layer over the mesh, and tell its pattern which heads it holds."""
     held = CONFIG.kv_heads // mesh.size()
     for layer in model.layers:
         parallelize_module(layer, mesh, dict(SPLIT))
@@ -70,7 +70,7 @@ def main() -> None:
         apart = max(apart, (grad - whole.grad).abs().max().item())
     if dist.get_rank() == 0:
         print(f"ring of {ring.size} x {TENSOR} for heads: loss and gradients differ from one process by {apart:.1e}")
-    dist.barrier()  # nobody leaves while others still talk to him
+    dist.barrier()  # gloo aborts if a rank leaves while another still communicates
     dist.destroy_process_group()
     if not apart <= 1e-12:
         raise SystemExit("more than 1e-12")

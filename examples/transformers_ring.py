@@ -1,10 +1,10 @@
-"""A Transformers model over the ring: two ranks share every sequence.
+"""A Transformers model over a ring: every sequence is split over two ranks.
 
     torchrun --nproc-per-node=2 examples/transformers_ring.py
     torchrun --nproc-per-node=2 examples/transformers_ring.py --model qwen3 --gradient-checkpointing
 
-Pattern and ring are given once; the model is Transformers' own. Afterwards every rank computes the same alone, on whole
-sequences, and compares loss and gradients.
+Pattern and ring are registered once; the model is an unmodified Transformers model. Afterwards every rank computes the
+same alone, on whole sequences, and compares loss and gradients.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main() -> None:
         apart = max(apart, (mine.grad - whole.grad).abs().max().item())
     if dist.get_rank() == 0:
         print(f"{arguments.model} over {ring.size} ranks: loss and gradients differ from one process by {apart:.1e}")
-    dist.barrier()  # nobody leaves while others still talk to him
+    dist.barrier()  # gloo aborts if a rank leaves while another still communicates
     dist.destroy_process_group()
     if not apart <= 1e-10:
         raise SystemExit("more than 1e-10")

@@ -1,10 +1,10 @@
-"""Transformers' Trainer over the ring: every rank reads the same sequences and keeps its own rows of each.
+"""Transformers' Trainer over a ring: every rank reads the same sequences and keeps its own rows.
 
     torchrun --nproc-per-node=2 examples/transformers_trainer.py
 
-Two things differ from a plain Trainer. The data loader gives all ranks of a ring the same sequences, and the collator
-keeps this rank's rows (`shard`). The loss is this rank's share of the mean; DDP averages gradients over ranks, so it is
-multiplied by their number. Afterwards every rank trains the same model alone, with a plain loop, and compares.
+It differs from a plain Trainer in two ways. The data loader gives all ranks of a ring the same sequences, and the
+collator keeps this rank's rows (`shard`). The loss is this rank's share of the mean times the number of ranks, because
+DDP averages gradients. Afterwards every rank trains the same model alone, with a plain loop, and compares.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TOKENS, STEPS, BATCH, RATE = 301, 4, 2, 0.1
 
 
 class RingTrainer(Trainer):
-    """A Trainer whose ranks share every sequence."""
+    """A Trainer that splits every sequence over the ranks."""
 
     def __init__(self, ring: rs.Ring, **options: Any) -> None:
         super().__init__(**options)
@@ -37,7 +37,7 @@ class RingTrainer(Trainer):
             tokens = torch.stack([row[0] for row in rows])
             return shard(tokens, labels=tokens, ring=self.ring)
 
-        # Not spread over ranks, as Trainer would: all of them need the same sequences.
+        # Trainer would give each rank other sequences; here all ranks need the same.
         return DataLoader(self.train_dataset, batch_size=self.args.per_device_train_batch_size, collate_fn=collate)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, **_: Any) -> Any:
@@ -81,7 +81,7 @@ def main() -> None:
             report_to=[],
             disable_tqdm=True,
         )
-        ring = rs.Ring()  # TrainingArguments has joined the group
+        ring = rs.Ring()  # TrainingArguments has initialised the process group
         register(pattern=PATTERN, ring=ring)
         model = new_model("ringspan")
         RingTrainer(ring, model=model, args=arguments, train_dataset=data).train()
@@ -90,7 +90,7 @@ def main() -> None:
     apart = max((mine - whole).abs().max().item() for mine, whole in pairs)
     if dist.get_rank() == 0:
         print(f"Trainer over {ring.size} ranks: weights differ from one process by {apart:.1e}")
-    dist.barrier()  # nobody leaves while others still talk to him
+    dist.barrier()  # gloo aborts if a rank leaves while another still communicates
     dist.destroy_process_group()
     if not apart <= 1e-5:
         raise SystemExit("more than 1e-5")

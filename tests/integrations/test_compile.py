@@ -12,6 +12,7 @@ import ringspan as rs
 from ringspan.models import LongNet, LongNetConfig
 from ringspan.runtime.launch import run_local_ranks
 from tests.integrations.models import small_model
+from tests.ranks import starts_processes
 
 CONFIG = LongNetConfig.named("nano", segment_lengths=(16, 64), dilation_rates=(1, 4))
 STEPS, TOKENS = 3, 101
@@ -83,7 +84,7 @@ def compiled_and_eager_over_a_ring(run: Any) -> tuple[list[float], list[float], 
 
 @pytest.mark.parametrize("run", [longnet_losses, transformers_losses], ids=["longnet", "transformers"])
 @pytest.mark.parametrize("ring_size", [0, 2], ids=["alone", "ring"])
-@pytest.mark.xdist_group("processes")
+@starts_processes
 def test_models_compile_whole_and_once(run: Any, ring_size: int) -> None:
     if run is transformers_losses:
         pytest.importorskip("transformers", reason="needs the extra transformers")

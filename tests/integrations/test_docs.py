@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.ranks import starts_processes
 from tests.test_docs import ROOT, run_blocks, run_blocks_under_torchrun
 
 
-@pytest.mark.xdist_group("processes")
+@starts_processes
 @pytest.mark.parametrize("page", ["README.md", "docs/integrations.md"])
 def test_examples_run_under_torchrun(page: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="needs the extra transformers")

@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.ranks import starts_processes
+
+pytestmark = starts_processes
+
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
 

@@ -126,7 +126,7 @@ def test_dropout_is_ignored_in_evaluation_and_refused_in_training(golden: Any, n
     assert not encoder.training
     x = tensors["input"]
     assert torch.equal(encoder(x), TorchscaleEncoder.load(tensors, settings, prefix="model.")(x))
-    with pytest.raises(ValueError, match=rf"{name}=0\.1: this encoder has no dropout; call eval\(\), or set it to 0"):
+    with pytest.raises(ValueError, match=rf"{name}=0\.1: .* call eval\(\)"):
         encoder.train()(x)
 
 
@@ -155,11 +155,11 @@ def test_other_wrong_settings_are_refused_by_name(golden: Any, changes: dict[str
 
 def test_what_cannot_be_loaded_is_refused(golden: Any) -> None:
     tensors, settings = golden
-    with pytest.raises(ValueError, match="settings lack encoder_layers: give torchscale's own"):
+    with pytest.raises(ValueError, match="missing settings: encoder_layers"):
         TorchscaleConfig.of({name: value for name, value in settings.items() if name != "encoder_layers"})
     with pytest.raises(ValueError, match=r"encoder_layers=2\.5: must be a whole number"):
         TorchscaleConfig.of({**settings, "encoder_layers": 2.5})
-    with pytest.raises(ValueError, match=r"prefix='slide\.': no weight begins with it"):
+    with pytest.raises(ValueError, match=r"prefix='slide\.': no weight name starts with it"):
         TorchscaleEncoder.load(tensors, settings, prefix="slide.")
     with pytest.raises(RuntimeError, match="Missing key"):
         TorchscaleEncoder.load(tensors, {**settings, "encoder_layers": 3}, prefix="model.")

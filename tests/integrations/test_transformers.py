@@ -87,10 +87,10 @@ def test_positions_that_tell_nothing_clear_are_refused() -> None:
     model = model_of("llama", "dilated")
     gap = torch.cat([torch.arange(20), torch.arange(30, 60)])[None]
     for _ in range(2):  # what was refused once is refused again
-        with pytest.raises(ValueError, match="neither run on nor begin anew at 0"):
+        with pytest.raises(ValueError, match="position_ids neither"):
             logits(model, torch.randint(128, (1, 50)), position_ids=gap)
     uneven = torch.stack([torch.arange(50), torch.arange(50) % 25])
-    with pytest.raises(ValueError, match="documents do not begin in the same places of all rows"):
+    with pytest.raises(ValueError, match="documents start at different positions"):
         logits(model, torch.randint(128, (2, 50)), position_ids=uneven)
 
 
@@ -155,7 +155,7 @@ def test_positions_that_change_in_place_are_read_again() -> None:
     [
         (dict(attention_mask=torch.ones(1, 1, 50, 50, dtype=torch.bool)), r"attention_mask of shape \(1, 1, 50, 50\)"),
         (dict(attention_mask=torch.ones(1, 50, 50, dtype=torch.bool)), r"attention_mask of shape \(1, 50, 50\)"),
-        (dict(output_attentions=True), "output_attentions=True: attention weights never exist here"),
+        (dict(output_attentions=True), "output_attentions=True"),
         (dict(block_indices=torch.arange(3)), "block_indices: an argument of this model's attention"),
         (
             dict(attention_mask=(torch.arange(50) < 43)[None].long(), cu_seq_lens_q=torch.tensor([0, 20, 43])),
@@ -174,7 +174,7 @@ def test_registering_and_sharding_refuse_what_does_not_fit() -> None:
     with pytest.raises(TypeError, match="pattern='full': must be Dilated"):
         register(pattern="full")  # type: ignore[arg-type]
     tokens, ring = torch.zeros(1, 50, dtype=torch.int64), None
-    with pytest.raises(ValueError, match="add up to 49, but there are 50 tokens in a row"):
+    with pytest.raises(ValueError, match="add up to 49"):
         shard(tokens, ring=ring, lengths=(20, 29))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"labels \(1, 49\): must be \(1, 50\)"):
         shard(tokens, tokens[:, 1:], ring=ring)  # type: ignore[arg-type]
@@ -196,6 +196,7 @@ def test_encoder_decoders_are_refused() -> None:
         ("phi", "a bias of the head"),
         ("recurrent_gemma", "logits_soft_cap=30.0"),
         ("llama4_text", "Llama4ForCausalLM names no base model"),
+        ("prophetnet", "ngram=2"),
     ],
 )
 def test_heads_that_are_no_product_are_refused_by_the_sliced_loss(kind: str, reason: str) -> None:
@@ -208,7 +209,7 @@ def test_heads_that_are_no_product_are_refused_by_the_sliced_loss(kind: str, rea
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        (dict(attention_dropout=0.1), "dropout=0.1: attention weights never exist here"),
+        (dict(attention_dropout=0.1), "dropout=0.1"),
         (dict(sliding_window=49), "a window of 49 tokens over 50"),
     ],
 )
@@ -226,5 +227,5 @@ def test_a_window_over_everything_is_none() -> None:
 
 def test_decoding_with_a_cache_is_refused() -> None:
     model = model_of("llama", "ringspan")
-    with pytest.raises(ValueError, match="a cache is in use"):
+    with pytest.raises(ValueError, match="another cache"):
         model.generate(torch.randint(128, (1, 10)), max_new_tokens=3, do_sample=False)

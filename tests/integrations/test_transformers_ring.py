@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tests.integrations.models import small_model
 pytest.importorskip("transformers", reason="needs the extra transformers")
 
 from ringspan.integrations.transformers import causal_lm_loss, register, shard
+from tests.ranks import starts_processes
 
 PATTERN = rs.Dilated((16, 64), (1, 4))
 TOKENS = 101
@@ -57,6 +59,9 @@ def apart(case: Case) -> float:
     if case.recompute:
         model.gradient_checkpointing_enable()
     batch = shard(text, labels=text, ring=ring, lengths=case.lengths)
+    if case.lengths:
+        by_offsets = shard(text, labels=text, ring=ring, cu_seqlens=(0, *accumulate(case.lengths)))
+        assert all(torch.equal(torch.as_tensor(by_offsets[name]), torch.as_tensor(x)) for name, x in batch.items())
     loss = model(**batch).loss if case.own_loss else causal_lm_loss(model, batch, ring=ring)
     loss.backward()
 
@@ -101,7 +106,7 @@ WHOLE = torch.zeros(1, TOKENS, dtype=torch.int64)
 NOT_SHARDED: dict[str, tuple[dict[str, Any], str]] = {
     "whole input": (
         dict(input_ids=WHOLE, position_ids=None, seq_len=None),
-        f"{TOKENS} rows without seq_len over a ring of 2 ranks: each rank must get its own rows",
+        f"{TOKENS} rows without seq_len",
     ),
     "whole input and its length": (dict(input_ids=WHOLE, position_ids=None), f"holds {TOKENS} rows, but has"),
     "no positions": (dict(position_ids=None), "position_ids are not those of this rank's rows"),
@@ -140,21 +145,21 @@ def found() -> list[tuple[list[float], list[str]]]:
     return run_local_ranks(2, all_cases)
 
 
-@pytest.mark.xdist_group("processes")
+@starts_processes
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_one_process(found: list[tuple[list[float], list[str]]], case: Case) -> None:
     for differences, _ in found:
         assert differences[CASES.index(case)] <= case.allowed
 
 
-@pytest.mark.xdist_group("processes")
+@starts_processes
 @pytest.mark.parametrize("batch", NOT_SHARDED)
 def test_batches_that_are_not_sharded_are_refused(found: list[tuple[list[float], list[str]]], batch: str) -> None:
     for _, refusals in found:
         assert NOT_SHARDED[batch][1] in refusals[list(NOT_SHARDED).index(batch)]
 
 
-@pytest.mark.xdist_group("processes")
+@starts_processes
 @pytest.mark.parametrize("kind", HYBRIDS)
 def test_recurrences_and_convolutions_are_refused(found: list[tuple[list[float], list[str]]], kind: str) -> None:
     for _, refusals in found:

@@ -1,1 +1,1 @@
-"""Doors to other libraries: each file needs the library that it is named after, and nothing else imports it."""
+"""Integrations: each module needs the library it is named after, and the rest of ringspan does not import it."""

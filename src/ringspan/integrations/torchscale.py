@@ -1,6 +1,6 @@
-"""LongNet encoders of torchscale, such as the slide encoders of computational pathology: their weights, our attention.
+"""`TorchscaleEncoder`: LongNet encoders with torchscale's weights, such as slide encoders in computational pathology.
 
-Modules carry torchscale's names, so that its state dicts load as they are. torchscale itself is not needed.
+Modules have torchscale's names, so its state dicts load unchanged. torchscale itself is not needed.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ringspan as rs
+from ringspan.validation import Lengths, packed_lengths
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "swish": F.silu}
 
-# Every setting of torchscale's EncoderConfig is in one of these.
+# Every setting of torchscale's EncoderConfig is in one of these groups.
 _NEEDED = (
     *("encoder_embed_dim", "encoder_layers", "encoder_attention_heads", "encoder_ffn_embed_dim"),
     *("segment_length", "dilated_ratio"),
 )
-_SWITCHES = {  # and torchscale's defaults
+_SWITCHES = {  # with torchscale's defaults
     "encoder_normalize_before": True,
     "normalize_output": True,
     "subln": True,
@@ -34,8 +35,8 @@ _SWITCHES = {  # and torchscale's defaults
 }
 _NUMBERS = {"layernorm_eps": 1e-5, "vocab_size": -1}
 _OTHERS_HONOURED = ("activation_fn",)
-_DROPOUTS = ("dropout", "drop_path_rate", "attention_dropout", "activation_dropout")  # nothing in evaluation
-_ONLY = {  # settings that change the result in ways that we do not compute, and the only value that is taken
+_DROPOUTS = ("dropout", "drop_path_rate", "attention_dropout", "activation_dropout")  # no effect in evaluation mode
+_ONLY = {  # settings whose other values are not supported
     "deepnorm": False,
     "multiway": False,
     "xpos_rel_pos": False,
@@ -57,7 +58,7 @@ _KNOWN = (*_NEEDED, *_SWITCHES, *_NUMBERS, *_OTHERS_HONOURED, *_DROPOUTS, *_ONLY
 
 @dataclass(frozen=True)
 class TorchscaleConfig:
-    """The shape of a torchscale LongNet encoder."""
+    """Sizes and options of a torchscale LongNet encoder."""
 
     width: int
     layers: int
@@ -78,14 +79,14 @@ class TorchscaleConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
         if self.width % self.heads:
-            raise ValueError(f"width={self.width}, heads={self.heads}: the heads must divide the width")
+            raise ValueError(f"width={self.width}, heads={self.heads}: heads must divide width")
 
     @staticmethod
     def of(settings: Mapping[str, Any]) -> TorchscaleConfig:
-        """From torchscale's own names, as in its ``EncoderConfig``; lists may be text, as it writes them.
+        """Create from the settings of torchscale's ``EncoderConfig``. Lists may be strings, as torchscale writes them.
 
-        Each setting is honoured, has no effect on the result, or is refused by name; so are unknown names. Settings
-        that are left out have torchscale's defaults.
+        Each setting is honoured, has no effect on the result, or is refused by name. Unknown names are refused. Missing
+        settings have torchscale's defaults.
 
         >>> config = TorchscaleConfig.of({"encoder_embed_dim": 64, "encoder_attention_heads": 4, "encoder_layers": 2,
         ...     "encoder_ffn_embed_dim": 128, "segment_length": "[16, 64]", "dilated_ratio": "[1, 4]"})
@@ -102,8 +103,8 @@ class TorchscaleConfig:
                 )
         if numbers["vocab_size"] > 0 and not switches["no_output_layer"]:
             raise ValueError(
-                f"no_output_layer=False, vocab_size={settings['vocab_size']}: there is no output layer here; say "
-                "no_output_layer=True, and apply output_projection to what the encoder gives"
+                f"no_output_layer=False, vocab_size={settings['vocab_size']}: output layers are not supported; set "
+                "no_output_layer=True and apply output_projection to the output of the encoder"
             )
         activation = str(settings.get("activation_fn", "gelu"))
         if activation not in _ACTIVATIONS:
@@ -136,11 +137,11 @@ def _check_names(settings: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}: not a setting of torchscale's EncoderConfig{meant} Known: {', '.join(_KNOWN)}")
     missing = [name for name in _NEEDED if settings.get(name) in (None, "")]
     if missing:
-        raise ValueError(f"settings lack {', '.join(missing)}: give torchscale's own, as in its EncoderConfig")
+        raise ValueError(f"missing settings: {', '.join(missing)}; pass those of torchscale's EncoderConfig")
 
 
 def _switch(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):  # a text such as "False" would count as true
+    if not isinstance(value, bool):  # the string "False" is truthy
         raise ValueError(f"{name}={value!r}: must be True or False")
     return value
 
@@ -168,84 +169,93 @@ def _whole_numbers(name: str, value: Any) -> tuple[int, ...]:
 class TorchscaleEncoder(nn.Module):
     """A LongNet encoder with torchscale's weights and names: embeddings in, embeddings out, (batch, rows, width).
 
-    What goes in is torchscale's ``token_embeddings``: they are scaled and normalised here, if the settings say so.
-    Over a `Ring`, rows are this rank's, and ``seq_len`` is the length of the whole sequence.
+    The input is torchscale's ``token_embeddings``; the encoder scales and normalises them if the settings say so. Over
+    a `Ring`, rows are this rank's, and ``seq_len`` is the length of the whole sequence. ``lengths`` and ``cu_seqlens``
+    are those of `rs.attention`.
     """
 
     def __init__(self, config: TorchscaleConfig) -> None:
         super().__init__()
         self.config = config
         self.layernorm_embedding = nn.LayerNorm(config.width, config.norm_eps) if config.norm_embedding else None
-        self.layers = nn.ModuleList(_Layer(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(_EncoderLayer(config) for _ in range(config.layers))
         self.layer_norm = nn.LayerNorm(config.width, config.norm_eps) if config.norm_output else None
 
     @staticmethod
     def load(weights: Mapping[str, Tensor], settings: Mapping[str, Any], prefix: str = "") -> TorchscaleEncoder:
-        """An encoder from a torchscale state dict (of names that begin with ``prefix``) and its settings.
+        """Create an encoder in evaluation mode from a torchscale state dict and its settings.
 
-        It is in evaluation mode.
+        Only names that start with ``prefix`` are used.
         """
         encoder = TorchscaleEncoder(TorchscaleConfig.of(settings))
         chosen = {name.removeprefix(prefix): x for name, x in weights.items() if name.startswith(prefix)}
         if not chosen:
             raise ValueError(
-                f"prefix={prefix!r}: no weight begins with it; names are like {next(iter(weights), None)!r}"
+                f"prefix={prefix!r}: no weight name starts with it; names look like {next(iter(weights), None)!r}"
             )
         dtypes = {x.dtype for x in chosen.values()}
         if len(dtypes) > 1:
-            raise ValueError(f"weights are {', '.join(sorted(map(str, dtypes)))}: convert them to one dtype first")
+            raise ValueError(f"weights are {', '.join(sorted(map(str, dtypes)))}: convert them to one dtype")
         encoder = encoder.to(dtypes.pop())
         encoder.load_state_dict(chosen)
         return encoder.eval()
 
     def forward(
-        self, x: Tensor, *, ring: rs.Ring | rs.SimulatedRing | None = None, seq_len: int | None = None
+        self,
+        x: Tensor,
+        *,
+        ring: rs.Ring | rs.SimulatedRing | None = None,
+        seq_len: int | None = None,
+        lengths: Lengths | None = None,
+        cu_seqlens: Lengths | None = None,
     ) -> Tensor:
+        options: dict[str, Any] = dict(ring=ring, seq_len=seq_len)
+        options["lengths"] = packed_lengths(lengths, cu_seqlens, seq_len if isinstance(ring, rs.Ring) else x.shape[1])
         if self.training and self.config.dropouts:
             raise ValueError(
-                f"{', '.join(self.config.dropouts)}: this encoder has no dropout; call eval(), or set it to 0 to train "
-                "without"
+                f"{', '.join(self.config.dropouts)}: dropout is not supported; call eval(), or set it to 0 to train "
+                "without it"
             )
         if self.config.scale_embedding:
             x = x * math.sqrt(self.config.width)
         if self.layernorm_embedding is not None:
             x = self.layernorm_embedding(x)
         for layer in self.layers:
-            x = layer(x, ring, seq_len)
+            x = layer(x, options)
         return x if self.layer_norm is None else self.layer_norm(x)
 
 
-class _Layer(nn.Module):
+class _EncoderLayer(nn.Module):
     def __init__(self, config: TorchscaleConfig) -> None:
         super().__init__()
         self.norm_first = config.norm_first
-        self.self_attn = _Attention(config)
+        self.self_attn = _EncoderAttention(config)
         self.self_attn_layer_norm = nn.LayerNorm(config.width, config.norm_eps)
-        self.ffn = _FeedForward(config)
+        self.ffn = _EncoderMLP(config)
         self.final_layer_norm = nn.LayerNorm(config.width, config.norm_eps)
 
-    def forward(self, x: Tensor, ring: Any, seq_len: int | None) -> Tensor:
+    def forward(self, x: Tensor, options: dict[str, Any]) -> Tensor:
         if self.norm_first:
-            x = x + self.self_attn(self.self_attn_layer_norm(x), ring, seq_len)
+            x = x + self.self_attn(self.self_attn_layer_norm(x), options)
             return x + self.ffn(self.final_layer_norm(x))
-        x = self.self_attn_layer_norm(x + self.self_attn(x, ring, seq_len))
+        x = self.self_attn_layer_norm(x + self.self_attn(x, options))
         return self.final_layer_norm(x + self.ffn(x))
 
 
-class _Attention(nn.Module):
+class _EncoderAttention(nn.Module):
     def __init__(self, config: TorchscaleConfig) -> None:
         super().__init__()
         self.heads, self.pattern = config.heads, config.pattern
         self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(config.width, config.width) for _ in range(4))
         self.inner_attn_ln = nn.LayerNorm(config.width, config.norm_eps) if config.sub_norms else nn.Identity()
 
-    def forward(self, x: Tensor, ring: Any, seq_len: int | None) -> Tensor:
+    def forward(self, x: Tensor, options: dict[str, Any]) -> Tensor:
         q, k, v = (project(x).unflatten(-1, (self.heads, -1)) for project in (self.q_proj, self.k_proj, self.v_proj))
-        seen = rs.attention(q, k, v, pattern=self.pattern, ring=ring, seq_len=seq_len)
-        return self.out_proj(self.inner_attn_ln(seen.flatten(-2)))
+        out = rs.attention(q, k, v, pattern=self.pattern, **options)
+        return self.out_proj(self.inner_attn_ln(out.flatten(-2)))
 
 
-class _FeedForward(nn.Module):
+class _EncoderMLP(nn.Module):
     def __init__(self, config: TorchscaleConfig) -> None:
         super().__init__()
         self.activation = _ACTIVATIONS[config.activation]

@@ -1,4 +1,4 @@
-"""Hugging Face Transformers: ringspan as an attention implementation of any model that uses the attention interface.
+"""Hugging Face Transformers: ringspan as the attention of any model that uses the library's attention interface.
 
     register(pattern=rs.Dilated((2048, 8192), (1, 4)), ring=ring)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="ringspan")
@@ -6,8 +6,8 @@
     loss = causal_lm_loss(model, batch, ring=ring)
     model.generate(prompt, past_key_values=RingspanCache())  # registered without a ring
 
-Everything goes through that library's public doors: `AttentionInterface`, `AttentionMaskInterface`, and keyword
-arguments that models hand down to attention. Nothing is patched; what cannot be expressed is refused.
+Uses only public entry points of Transformers: `AttentionInterface`, `AttentionMaskInterface`, and the keyword arguments
+that models pass to attention. Nothing is monkey-patched; what a pattern cannot express is refused.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import ringspan as rs
 from ringspan.integrations.transformers_attention import AnyRing, RegisteredAttention
 from ringspan.nn.cross_entropy import IGNORED, Gradients
 from ringspan.runtime.extras import missing_package
+from ringspan.validation import Lengths, document_lengths
 
 if TYPE_CHECKING:
     from ringspan.integrations.transformers_cache import RingspanCache
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["RingspanCache", "causal_lm_loss", "register", "shard"]
 
 NAME = "ringspan"
-# Settings of models that scale or cap their logits; 1 leaves them as they are.
+# Settings of models that scale or cap their logits; 1 leaves them unchanged.
 _CHANGE_LOGITS = (
     *("logit_scale", "logits_scaling", "lm_head_multiplier"),
     *("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"),
@@ -45,10 +46,10 @@ def __getattr__(name: str) -> Any:
 
 
 def register(*, pattern: rs.Pattern, ring: AnyRing = None, name: str = NAME) -> None:
-    """Make ``attn_implementation=name`` mean attention under a pattern, over a ring if one is given.
+    """Register attention under a pattern, and optionally over a ring, as ``attn_implementation=name``.
 
-    Models keep the name, so several patterns live side by side under several names; the same name again replaces what
-    it meant. Over a `Ring` every rank calls the model with its own rows: see `shard`.
+    Use several names for several patterns. Registering a name again replaces it, also for existing models. Over a
+    `Ring`, every rank calls the model with its own rows: see `shard`.
     """
     if not isinstance(pattern, (rs.Dilated, rs.Full)):
         raise TypeError(f"pattern={pattern!r}: must be Dilated(...) or Full()")
@@ -68,42 +69,44 @@ def shard(
     labels: Tensor | None = None,
     *,
     ring: rs.Ring,
-    lengths: tuple[int, ...] | None = None,
+    lengths: Lengths | None = None,
+    cu_seqlens: Lengths | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """This rank's part of a batch that every rank of the ring has: keyword arguments for the model.
+    """This rank's rows of a batch that every rank of the ring holds, as keyword arguments for the model.
 
-    Labels are shifted before the split, as the model would: the last row of a shard predicts another rank's token. They
-    come as ``shift_labels``, with ``num_items_in_batch``, the number of targets on all ranks of ``group`` (of the ring
-    by default), so that the model's own loss is this rank's share of the mean.
+    Labels are shifted before the split, since the last row of a shard predicts a token of another rank. They are
+    returned as ``shift_labels``, with ``num_items_in_batch``, the number of targets on all ranks of ``group`` (by
+    default the ring's), so that the model's own loss is this rank's share of the mean.
 
     Args:
-        lengths: packed documents that fill each row; positions begin anew in each, and none predicts the first token of
-            the next.
+        lengths, cu_seqlens: packed documents, as for `rs.attention`; the same in every row of the batch. Positions
+            restart in each document, and no document predicts the first token of the next.
     """
     n = input_ids.shape[1]
-    if lengths is not None and sum(lengths) != n:
-        raise ValueError(f"lengths={lengths}: add up to {sum(lengths)}, but there are {n} tokens in a row; fill it")
+    packed = document_lengths(lengths, cu_seqlens, n)
+    if packed is not None and sum(packed) != n:
+        raise ValueError(f"lengths={packed}: add up to {sum(packed)}, but each row has {n} tokens; must be equal")
     if labels is not None and labels.shape != input_ids.shape:
-        raise ValueError(
-            f"labels {tuple(labels.shape)}: must be {tuple(input_ids.shape)}, one for each token, unshifted"
-        )
+        raise ValueError(f"labels {tuple(labels.shape)}: must be {tuple(input_ids.shape)}, one per token, not shifted")
     layout = ring.layout_of(n)
     if not all(layout.rows_of(rank) for rank in range(ring.size)):
-        raise ValueError(f"{n} tokens over {ring.size} ranks: some would hold none, which models cannot compute")
+        raise ValueError(
+            f"{n} tokens over {ring.size} ranks: a rank would hold none, which models do not support; use fewer ranks"
+        )
     positions = torch.arange(n, device=input_ids.device)
     found: dict[str, Any] = {"seq_len": n, "use_cache": False}
-    if lengths is not None:
-        borders = torch.tensor((0, *lengths), device=input_ids.device).cumsum(0)
+    if packed is not None:
+        borders = torch.tensor((0, *packed), device=input_ids.device).cumsum(0)
         positions = positions - borders[torch.bucketize(positions, borders[1:], right=True)]
         found["cu_seq_lens_q"] = borders
     mine = [ring.split_sequence(x) for x in (input_ids, positions.expand(input_ids.shape))]
     found |= {"input_ids": mine[0], "position_ids": mine[1]}
     if labels is not None:
         targets = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
-        if lengths is not None:
+        if packed is not None:
             targets[:, found["cu_seq_lens_q"][1:] - 1] = IGNORED
-        targets = ring.split_sequence(targets).contiguous()  # the library's loss views them flat
+        targets = ring.split_sequence(targets).contiguous()  # the library's loss flattens them with view()
         counted = (targets != IGNORED).sum()
         dist.all_reduce(counted, group=group or ring.group)
         found |= {"labels": targets, "shift_labels": targets, "num_items_in_batch": counted}
@@ -118,21 +121,25 @@ def causal_lm_loss(
     group: dist.ProcessGroup | None = None,
     gradients: Gradients = "summed",
 ) -> Tensor:
-    """The loss of a sharded batch in slices of rows: unlike the model's own, it never makes (rows x vocabulary) logits.
+    """The loss of a sharded batch, in slices of rows, so that no (rows x vocabulary) logits are allocated.
 
-    This rank's share of the mean, in the sense of `rs.nn.ring_cross_entropy`. Only for models whose logits are hidden
-    states times a matrix; others are refused.
+    This rank's share of the mean, as in `rs.nn.ring_cross_entropy`. Models whose logits are more than hidden states
+    times a matrix, or whose own loss is not the cross-entropy of the next token (ProphetNet), are refused.
     """
     head, config = model.get_output_embeddings(), model.config.get_text_config()  # type: ignore[operator, union-attr]
     scales = {name: getattr(config, name, None) for name in _CHANGE_LOGITS}
     changed = [f"{name}={value}" for name, value in scales.items() if value is not None and value != 1]
     changed += ["a bias of the head"] if getattr(head, "bias", None) is not None else []
     changed += ["output_router_logits"] if getattr(config, "output_router_logits", False) else []
+    changed += [f"ngram={config.ngram}"] if getattr(config, "ngram", None) else []  # predicts several tokens per row
     if changed:
-        raise ValueError(f"{', '.join(changed)}: logits are more than a product here; use model(**batch).loss")
+        raise ValueError(
+            f"{', '.join(changed)}: this model's loss is not the cross-entropy of hidden states times a matrix; use "
+            "model(**batch).loss"
+        )
     if model.base_model is model:
         raise ValueError(
-            f"{type(model).__name__} names no base model, which would give hidden states: use model(**batch).loss"
+            f"{type(model).__name__} names no base model to compute hidden states: use model(**batch).loss"
         )
     inputs = {k: x for k, x in batch.items() if k not in ("labels", "shift_labels", "num_items_in_batch")}
     hidden = model.base_model(**inputs).last_hidden_state  # type: ignore[operator]
