@@ -138,7 +138,7 @@ def _check_memory(plan: RingPlan, ranks: dict[str, int], backward: bool) -> None
 
 
 def _table(plan: RingPlan, dtype: str, ring: RehearsedRing) -> Table:
-    lines = [["rank", "rows", "tiles", "hops", "work, s", "wait, s", "sent, MiB", "parcels, MiB", "peak, MiB"]]
+    lines = [["rank", "rows", "tiles", "hops", "work", "wait", "sent", "buffer", "peak"]]
     for reason, rank in ring.ranks.items():
         passes = [each for each in (rank.forward, rank.backward) if each is not None]
         lines.append(
@@ -147,7 +147,7 @@ def _table(plan: RingPlan, dtype: str, ring: RehearsedRing) -> Table:
                 f"{rank.rows:,}",
                 f"{rank.tiles:,}",
                 f"{rank.hops:,}",
-                f"{rank.working:.3f}{' †' if rank.disturbed else ''}",
+                f"{rank.working:.3f}{'†' if rank.disturbed else ''}",
                 f"{rank.waiting:.3f}",
                 f"{sum(each.bytes_sent for each in passes) / 2**20:,.1f}",
                 f"{max(each.peak_parcel_bytes for each in passes) / 2**20:,.1f}",
@@ -167,6 +167,7 @@ def _sentences(plan: RingPlan, network: Network, ring: RehearsedRing) -> list[st
     busy = max((rank.foreign_cores for rank in ring.ranks.values() if rank.disturbed), default=0.0)
     return [
         str(plan.reach),
+        "Work and wait in seconds; sent bytes, parcel buffers and peak memory growth in MiB.",
         "Measured: work and peak memory growth. Counted: bytes, which "
         + ("equal the plan." if ring.bytes_as_planned else "DIFFER FROM THE PLAN."),
         f"Computed: waiting, at {network.bandwidth / 1e9:g} GB/s{across} and {network.latency * 1e6:g} µs per hop.",

@@ -157,21 +157,21 @@ def spot_check_table(checked: SpotCheck) -> Table:
     """One line per stratum, with all hops in one line."""
     hops = [stratum for stratum in checked.strata if re.fullmatch(r"hop \d+", stratum.name)]
     others = [stratum for stratum in checked.strata if stratum not in hops]
-    rows = [["stratum", "positions", "samples", "wrong", "largest error", "error / allowed"]]
-    rows += [_line(stratum, f"{stratum.samples:,}") for stratum in others]
+    rows = [["stratum", "positions", "samples", "wrong", "error", "/ allowed"]]
+    rows += [_line(stratum) for stratum in others]
     if hops:
+        fewest = min(hops, key=lambda hop: hop.samples)
+        whole = " (all)" if fewest.samples == fewest.population else ""
         all_hops = dataclasses.replace(
             hops[0],
-            name=f"{len(hops):,} hops",
+            name=f"{len(hops):,} hops, at least {fewest.samples}{whole} samples each",
             population=sum(hop.population for hop in hops),
+            samples=sum(hop.samples for hop in hops),
             wrong=sum(hop.wrong for hop in hops),
             worst_out=max(hop.worst_out for hop in hops),
             worst_ratio=max(hop.worst_ratio for hop in hops),
         )
-        fewest = min(hops, key=lambda hop: hop.samples)
-        whole = " (all)" if fewest.samples == fewest.population else ""
-        samples = f"{sum(hop.samples for hop in hops):,}; at least {fewest.samples}{whole} per hop"
-        rows.append(_line(all_hops, samples))
+        rows.append(_line(all_hops))
     return Table("Spot check", rows)
 
 
@@ -188,11 +188,11 @@ def spot_check_sentence(checked: SpotCheck) -> str:
     )
 
 
-def _line(stratum: StratumResult, samples: str) -> list[str]:
+def _line(stratum: StratumResult) -> list[str]:
     return [
         stratum.name,
         f"{stratum.population:,}",
-        samples,
+        f"{stratum.samples:,}",
         f"{stratum.wrong}",
         f"{stratum.worst_out:.1e}",
         f"{stratum.worst_ratio:.1%}",
