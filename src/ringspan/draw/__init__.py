@@ -1,8 +1,8 @@
 """Pictures: who sees what, who computes what, when, and in which order. Need matplotlib (the extra plot)."""
 
-from ringspan.draw.files import draw_plans, save_figure
 from ringspan.draw.order import draw_orders
 from ringspan.draw.pattern import draw_density, draw_pattern, pairs_by_cell
+from ringspan.draw.save import draw_plans, save_figure
 from ringspan.draw.schedule import draw_schedule
 from ringspan.draw.work import draw_work, pairs_by_hop, scaled_down
 

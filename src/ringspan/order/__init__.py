@@ -1,4 +1,4 @@
-"""In which order rows lie: curves through grids, point clouds and folded segments; permutations and their inverses."""
+"""Orders of rows: curves through grids, point clouds and folded segments, as permutations and their inverses."""
 
 from ringspan.order.base import Order
 from ringspan.order.grid import FoldedOrder, GridOrder, Hilbert, Morton, RowMajor, Snake

@@ -1,4 +1,4 @@
-"""What every order of rows can do: a permutation, its inverse, and both applied to tensors."""
+"""The base class of orders: a permutation of rows, its inverse, and both applied to tensors."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ringspan.geometry import as_int
 
 
 class Order(ABC):
-    """An order in which rows lie. Immutable, hashable, and equal to any other that orders alike.
+    """An order of rows. Immutable and hashable; two orders with the same parameters are equal.
 
-    ``permutation[i]`` is the row that comes at place i, ``inverse[row]`` the place of a row; both int64, on the CPU,
-    and shared by everyone who asks: not to be written to. An order repeats after ``period`` rows.
+    ``permutation[i]`` is the row at place i, ``inverse[row]`` is the place of a row. Both are int64 CPU tensors, cached
+    and shared: do not write to them. An order repeats after ``period`` rows.
     """
 
     @property
@@ -26,11 +26,11 @@ class Order(ABC):
     @property
     @abstractmethod
     def period(self) -> int:
-        """After how many rows the order begins anew."""
+        """The number of rows after which the order repeats."""
 
     @abstractmethod
     def visit(self, device: torch.device | str | None = None) -> Tensor:
-        """The rows of one period in this order, made anew."""
+        """The rows of one period in this order, as a new tensor."""
 
     @abstractmethod
     def check_length(self, length: int) -> None:
@@ -64,7 +64,7 @@ class Order(ABC):
             raise TypeError(f"x is a {type(x).__name__}: must be a torch.Tensor")
         dim = as_int("dim", dim)
         if not -x.dim() <= dim < x.dim():
-            raise ValueError(f"dim={dim}: x has shape {tuple(x.shape)}; say which of its dimensions are the rows")
+            raise ValueError(f"dim={dim}: x has shape {tuple(x.shape)}; pass the dimension of the rows")
         self.check_length(x.shape[dim])
         reordered: Tensor = torch.ops.ringspan.reorder(x, self.text, dim % x.dim(), back)
         return reordered
@@ -72,9 +72,9 @@ class Order(ABC):
 
 @lru_cache(maxsize=32)
 def rows_and_places(order: Order, length: int, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:
-    """The permutation of ``length`` rows and its inverse: whole periods, and what there is of the last one."""
+    """The permutation of ``length`` rows and its inverse: whole periods, and the rows left in the last one."""
     order.check_length(length)
-    with torch.inference_mode(False):  # kept for everyone: not what the first one happens to be doing
+    with torch.inference_mode(False):  # cached, so it must not depend on the mode of the first caller
         one = order.visit(device or "cpu")
         whole, rest = divmod(length, order.period)
         starts = torch.arange(whole, device=one.device) * order.period
@@ -93,9 +93,9 @@ def places_of(rows: Tensor) -> Tensor:
     return places
 
 
-def take_rows(x: Tensor, dim: int, rows: Tensor) -> Tensor:
-    """``x`` with these rows of its dimension ``dim``.
+def select_rows(x: Tensor, dim: int, rows: Tensor) -> Tensor:
+    """Select rows of ``x`` along ``dim``.
 
-    Rows of single numbers (an lse) are picked by indexing: `index_select` took five times as long, a number at a time.
+    If each row is a single number (lse), indexing is used: `index_select` takes five times as long.
     """
     return x[..., rows] if dim == x.dim() - 1 else x.index_select(dim, rows)

@@ -1,4 +1,4 @@
-"""The simpler orders of a box's cells, each as a number by which cells are sorted: company for the Hilbert curve."""
+"""All curves through the cells of a box: row-major, snake and Morton by sort keys, Hilbert from `hilbert.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ringspan.order.hilbert import hilbert_curve, hilbert_positions
 
 
 def row_major_keys(cells: Tensor, shape: Sequence[int]) -> Tensor:
-    """Row by row, each from its beginning.
+    """Row by row, each from its start.
 
     >>> row_major_keys(torch.tensor([[0, 2], [1, 0]]), (2, 3)).tolist()
     [2, 3]
@@ -24,7 +24,7 @@ def row_major_keys(cells: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def snake_keys(cells: Tensor, shape: Sequence[int]) -> Tensor:
-    """Row by row, every other row backwards: consecutive cells are neighbours, but a segment is still a strip.
+    """Row by row, every other row backwards: consecutive cells are adjacent, but a segment is still a strip.
 
     >>> snake_keys(torch.tensor([[0, 2], [1, 2], [1, 0]]), (2, 3)).tolist()
     [2, 3, 5]
@@ -37,7 +37,7 @@ def snake_keys(cells: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def morton_keys(cells: Tensor, shape: Sequence[int]) -> Tensor:
-    """Z-order: the bits of the coordinates in turns, the coarsest first; a short side joins in where its bits begin.
+    """Z-order: the bits of the coordinates interleaved, the most significant first; short sides have fewer bits.
 
     >>> morton_keys(torch.tensor([[0, 1], [1, 0], [0, 2]]), (2, 4)).tolist()
     [1, 2, 4]
@@ -68,12 +68,12 @@ def visit(curve: CurveName, shape: Sequence[int], device: torch.device | str | N
     [0, 1, 2, 5, 4, 3]
     """
     if curve == "hilbert":
-        return hilbert_curve(shape, device)  # the same as by its keys, and far sooner
+        return hilbert_curve(shape, device)  # the same result as sorting by keys, but much faster
     return sort_keys(curve, all_cells(shape, device), shape).argsort()
 
 
 def sort_keys(curve: CurveName, cells: Tensor, shape: Sequence[int]) -> Tensor:
-    """A number for each of some cells, (cells, dimensions): sorted by it they follow the curve."""
+    """Sort keys of the given cells, (cells, dimensions): sorted by them, the cells follow the curve."""
     return _KEYS[curve](cells, shape)
 
 

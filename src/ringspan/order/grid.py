@@ -1,4 +1,4 @@
-"""Orders of the cells of a grid: `Hilbert`, and beside it `RowMajor`, `Snake` and `Morton`, under the same protocol."""
+"""Orders of the cells of a grid (`Hilbert`, `RowMajor`, `Snake`, `Morton`) and of folded segments (`FoldedOrder`)."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from ringspan.order.points import PointOrder
 
 @dataclass(frozen=True)
 class GridOrder(Order):
-    """The cells of a grid of this shape, which lie in row-major order, along a curve."""
+    """The cells of a grid along a curve. Rows come in row-major order, one per cell."""
 
     shape: tuple[int, ...]
     curve: ClassVar[CurveName]
 
     def __post_init__(self) -> None:
         if isinstance(self.shape, (str, int)) or not isinstance(self.shape, Sequence):
-            raise TypeError(f"shape={self.shape!r}: must be a sequence of ints, one for each side of the grid")
+            raise TypeError(f"shape={self.shape!r}: must be a sequence of ints, one per side of the grid")
         shape = tuple(as_int(f"shape[{i}]", side) for i, side in enumerate(self.shape))
         if not shape:
-            raise ValueError("shape=(): a grid has at least one side; for a sequence of n rows say (n,)")
+            raise ValueError("shape=(): a grid has at least one side; for a sequence of n rows use (n,)")
         for i, side in enumerate(shape):
             if side < 1:
                 raise ValueError(f"shape[{i}]={side}: a side of a grid has at least 1 cell")
@@ -37,8 +37,9 @@ class GridOrder(Order):
 
     @classmethod
     def folded(cls, segment_length: int) -> FoldedOrder:
-        """For sequences without a grid: each segment of so many rows is folded into a near-square, and visited along
-        the curve. Any length will do; the last segment may be short.
+        """For sequences without a grid: folds each segment of rows into a near-square and visits it along the curve.
+
+        Accepts any sequence length; the last segment may be short.
 
         >>> import ringspan as rs
         >>> rs.Hilbert.folded(4).apply(torch.arange(10), dim=0).tolist()
@@ -48,7 +49,7 @@ class GridOrder(Order):
 
     @classmethod
     def from_points(cls, coordinates: Tensor) -> PointOrder:
-        """For scattered points, (points, dimensions): tiles of a slide, a point cloud. See `PointOrder`.
+        """For scattered points, (points, dimensions), such as tiles of a slide or a point cloud. See `PointOrder`.
 
         >>> import ringspan as rs
         >>> rs.Hilbert.from_points(torch.tensor([[0.9, 0.1], [0.1, 0.2], [0.8, 0.8]])).permutation.tolist()
@@ -70,7 +71,7 @@ class GridOrder(Order):
     def check_length(self, length: int) -> None:
         if length != self.period:
             raise ValueError(
-                f"{length} rows, but {self} has {self.period} cells: give one row for each cell, in row-major order"
+                f"{length} rows, but {self} has {self.period} cells: pass one row per cell, in row-major order"
             )
 
     @property
@@ -80,17 +81,17 @@ class GridOrder(Order):
 
     @property
     def longest_step(self) -> int:
-        """The longest way between consecutive cells, in cells along the axes: 1 if each is the next one's neighbour."""
+        """The largest Manhattan distance between consecutive cells: 1 if each cell is adjacent to the next."""
         steps = self.coordinates.diff(dim=0).abs().sum(-1)
         return int(steps.max()) if len(steps) else 0
 
 
 @dataclass(frozen=True)
 class Hilbert(GridOrder):
-    """A Hilbert curve through a grid of any shape: neighbours on the curve are neighbours on the grid.
+    """A Hilbert curve through a grid of any shape: rows that are close on the curve are close on the grid.
 
-    Consecutive cells are neighbours whenever all sides are even or 1, in any number of dimensions; elsewhere
-    `longest_step` says how far apart they can be.
+    Consecutive cells are adjacent if all sides are even or 1, in any number of dimensions. For other shapes,
+    `longest_step` is the largest distance between them.
 
     >>> order = Hilbert((2, 3))
     >>> order.permutation.tolist()
@@ -105,21 +106,21 @@ class Hilbert(GridOrder):
 
 @dataclass(frozen=True)
 class RowMajor(GridOrder):
-    """Row by row: the cells as they lie."""
+    """Row by row: the order of the input."""
 
     curve: ClassVar[CurveName] = "row_major"
 
 
 @dataclass(frozen=True)
 class Snake(GridOrder):
-    """Row by row, every other row backwards. Consecutive cells are neighbours, and still a segment is a strip."""
+    """Row by row, every other row backwards. Consecutive cells are adjacent, but a segment is still a strip."""
 
     curve: ClassVar[CurveName] = "snake"
 
 
 @dataclass(frozen=True)
 class Morton(GridOrder):
-    """Z-order, by interleaved bits. As compact as Hilbert's where segments are aligned powers of two, else torn."""
+    """Z-order, by interleaved bits. As compact as Hilbert if segments are aligned powers of two, else disconnected."""
 
     curve: ClassVar[CurveName] = "morton"
 
@@ -129,10 +130,10 @@ GRID_ORDERS: dict[str, type[GridOrder]] = {order.curve: order for order in (Hilb
 
 @dataclass(frozen=True)
 class FoldedOrder(Order):
-    """Segments of ``segment_length`` rows, each laid row by row into a near-square and visited along the curve.
+    """Segments of ``segment_length`` rows, each folded row by row into a near-square and visited along the curve.
 
-    Any number of rows can be ordered: of a last segment that is short, the rows that there are, in the same order. Made
-    by `Hilbert.folded` and its like.
+    Accepts any number of rows: a short last segment keeps the order of the rows that it has. Made by `Hilbert.folded`,
+    `Morton.folded` and so on.
     """
 
     curve: CurveName
@@ -157,11 +158,11 @@ class FoldedOrder(Order):
         return rows[rows < self.segment_length]
 
     def check_length(self, length: int) -> None:
-        """Any length will do."""
+        """Accepts any length."""
 
 
 def near_square(cells: int) -> tuple[int, int]:
-    """A rectangle with room for so many cells: exactly so many if it can be at most twice as wide as high.
+    """A rectangle with at least this many cells: exactly as many if it is then at most twice as wide as high.
 
     >>> near_square(2048), near_square(1009)
     ((32, 64), (32, 32))

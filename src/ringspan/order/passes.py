@@ -1,7 +1,7 @@
-"""How attention walks under an order: in passes, each with some branches of the pattern and rows that lie to suit them.
+"""How attention runs with an order: in passes, each with some branches of the pattern and a permutation of the rows.
 
-The engine knows nothing of orders: it gets rows that lie as a branch wants them, and combs and triangles do the rest.
-Parts of a softmax merge exactly, and so do passes. Integers decide how many there are: all ranks find the same.
+The engine does not know about orders: it gets rows that are already permuted, so tiles stay combs and triangles. The
+results of passes merge exactly. The passes depend only on pattern, order and causality, so all ranks agree on them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 
 from ringspan.geometry import Branch, Documents, Full, Pattern
 from ringspan.layout import Layout
-from ringspan.order.base import Order, places_of, rows_and_places, take_rows
+from ringspan.order.base import Order, places_of, rows_and_places, select_rows
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How a rank's rows lie during a pass: ``rows[i]`` is the row at place i, ``places`` the way back."""
+    """The permutation of a rank's rows during a pass: ``rows[i]`` is the row at place i, ``places`` is the inverse."""
 
     rows: Tensor
     places: Tensor
@@ -30,45 +30,45 @@ class Arrangement:
     @overload
     def arrange(self, x: Tensor | None, dim: int) -> Tensor | None: ...
     def arrange(self, x: Tensor | None, dim: int) -> Tensor | None:
-        return None if x is None else take_rows(x, dim, self.rows)
+        return None if x is None else select_rows(x, dim, self.rows)
 
     def restore(self, x: Tensor, dim: int) -> Tensor:
-        return take_rows(x, dim, self.places)
+        return select_rows(x, dim, self.places)
 
 
 @dataclass(frozen=True)
 class Pass:
-    """Branches that are computed together. ``order`` is None where rows stay as they are."""
+    """Branches that are computed together. ``order`` is None if the rows are not permuted."""
 
     pattern: Pattern
     order: Order | None
     causal: bool
 
     def arrangement(self, documents: Documents, layout: Layout, rank: int, device: torch.device) -> Arrangement | None:
-        """How the rank's rows lie; None if as they are."""
+        """The permutation of the rank's rows, or None."""
         return None if self.order is None else _arrangement(self, documents, layout, rank, device)
 
 
 def passes(pattern: Pattern, order: Order | None, causal: bool) -> tuple[Pass, ...]:
-    """The passes of a call: one, unless both causality and an order have a say.
+    """The passes of a call: one, unless the call is causal and reordered. Then each affected branch gets its own.
 
-    Without causality all branches see the rows along the curve. Under causality, a query sees what its branch selects
-    along the curve and what does not lie behind it in the sequence. So each branch wants the rows of each selected set
-    in the order of the sequence: then what it may see is a triangle again.
+    Without causality, all branches see the rows along the curve. With it, a query sees the keys that its branch selects
+    along the curve and that are not later in the sequence. Each branch therefore needs the rows of each selected set in
+    sequence order, so that its tiles are triangles again.
 
     >>> from ringspan import Dilated, Hilbert
     >>> [one.pattern.segment_lengths for one in passes(Dilated((8, 64, 96), (1, 1, 2)), Hilbert.folded(32), True)]
     [(64,), (8,), (96,)]
     """
     if order is None or isinstance(pattern, Full):
-        return (Pass(pattern, None, causal),)  # a set of all rows is the same in any order
+        return (Pass(pattern, None, causal),)  # all rows are the same set in any order
     branches = range(len(pattern.segment_lengths))
     untouched = [i for i in branches if _is_untouched(pattern.branches(0)[i], order.period)]
     if len(untouched) == len(branches):
         return (Pass(pattern, None, causal),)
     if not causal:
         return (Pass(pattern, order, causal),)
-    together = [untouched] if untouched else []
+    groups = [untouched] if untouched else []
     return tuple(
         Pass(
             replace(
@@ -79,19 +79,19 @@ def passes(pattern: Pattern, order: Order | None, causal: bool) -> tuple[Pass, .
             None if chosen is untouched else order,
             causal,
         )
-        for chosen in [*together, *([i] for i in branches if i not in untouched)]
+        for chosen in [*groups, *([i] for i in branches if i not in untouched)]
     )
 
 
 def _is_untouched(branch: Branch, period: int) -> bool:
-    """Whether a branch selects the same sets in any order that moves rows inside periods only."""
+    """Whether a branch selects the same sets in any order that moves rows only within periods."""
     return branch.rate == 1 and branch.segment_length % period == 0 and branch.shift % period == 0
 
 
 def check_fits(order: Order, documents: Documents, layout: Layout, *, moves: bool = True) -> None:
-    """Raise unless each rank can put its rows in order by itself: no border between ranks inside a period.
+    """Raise unless each rank can permute its rows locally, which needs borders between ranks at multiples of a period.
 
-    An order that changes nothing ``moves`` no rows, so that borders are no matter.
+    With ``moves=False`` the order moves no rows, and borders may be anywhere.
     """
     for start, stop in documents.spans():
         if start == stop:
@@ -100,7 +100,7 @@ def check_fits(order: Order, documents: Documents, layout: Layout, *, moves: boo
         for part in list(layout.rank_spans(start, stop))[1:]:
             if moves and (part.start - start) % order.period:
                 raise ValueError(
-                    f"{order} moves rows across row {part.start}, where rank {part.rank} of {layout.ring_size} begins "
+                    f"{order} moves rows across row {part.start}, where rank {part.rank} of {layout.ring_size} starts "
                     f"(layout {layout.name!r}): order the data once, before the model and before the split, and call "
                     "attention without order="
                 )
@@ -109,7 +109,7 @@ def check_fits(order: Order, documents: Documents, layout: Layout, *, moves: boo
 @lru_cache(maxsize=64)
 def _arrangement(one: Pass, documents: Documents, layout: Layout, rank: int, device: torch.device) -> Arrangement:
     assert one.order is not None
-    stretches = [torch.empty(0, dtype=torch.int64, device=device)]
+    ranges = [torch.empty(0, dtype=torch.int64, device=device)]
     for span in layout.spans(rank):
         for start, stop in documents.spans():
             first, last = max(start, span.start), min(stop, span.stop)
@@ -117,15 +117,15 @@ def _arrangement(one: Pass, documents: Documents, layout: Layout, rank: int, dev
                 rows, _ = rows_and_places(one.order, last - first, device)
                 if one.causal:
                     rows = _sorted_in_sets(rows, first - start, one.pattern.branches(stop - start)[0])
-                stretches.append(rows + (span.local + first - span.start))
-    rows = torch.cat(stretches)
+                ranges.append(rows + (span.local + first - span.start))
+    rows = torch.cat(ranges)
     return Arrangement(rows, places_of(rows))
 
 
 def _sorted_in_sets(rows: Tensor, first: int, branch: Branch) -> Tensor:
-    """Rows that lie along a curve, from position ``first`` on, with each selected set of the branch sorted.
+    """Sort each selected set of a branch among rows along a curve, whose first one has position ``first``.
 
-    All offsets at once: the sets of all heads together are all rows.
+    Handles all offsets at once: the sets of all heads together are all rows.
 
     >>> _sorted_in_sets(torch.tensor([3, 1, 2, 0]), 0, Branch(4, 2)).tolist()
     [2, 0, 3, 1]

@@ -1,4 +1,4 @@
-"""Orders from their text: operators take plain values, so `ringspan::attention` is told an order by its text."""
+"""The operator `ringspan::reorder`, and `parse_order`: operators take plain values, so orders are passed as text."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ringspan.order.base import Order, rows_and_places, take_rows
+from ringspan.order.base import Order, rows_and_places, select_rows
 from ringspan.order.curves import CurveName
 from ringspan.order.grid import GRID_ORDERS, FoldedOrder
 from ringspan.order.points import find_points
 
 
 def parse_order(text: str) -> Order:
-    """The order that ``text`` came from.
+    """The order with this text.
 
     >>> parse_order("hilbert grid 4x4")
     Hilbert(shape=(4, 4))
     """
-    # Orders of points live as long as somebody keeps them, so they are not kept here.
+    # Orders of points are not cached here: they live as long as the caller keeps a reference.
     return find_points(text) if text.split()[1] == "points" else _parse_plain(text)
 
 
@@ -34,9 +34,9 @@ def _parse_plain(text: str) -> Order:
 
 @torch.library.custom_op("ringspan::reorder", mutates_args=())
 def reorder_op(x: Tensor, order: str, dim: int, back: bool) -> Tensor:
-    """``x`` with its rows in an order, or back from it."""
+    """Permute the rows of ``x`` by an order, or undo it."""
     rows, places = rows_and_places(parse_order(order), x.shape[dim], x.device)
-    return take_rows(x, dim, places if back else rows)
+    return select_rows(x, dim, places if back else rows)
 
 
 @reorder_op.register_fake
@@ -46,7 +46,7 @@ def _reorder_fake(x: Tensor, order: str, dim: int, back: bool) -> Tensor:
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, ctx.order_text, ctx.dim, ctx.back = inputs
-    ctx.order = parse_order(ctx.order_text)  # an order that nobody else keeps lives until backward is done
+    ctx.order = parse_order(ctx.order_text)  # keeps the order alive until backward
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
