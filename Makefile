@@ -44,21 +44,16 @@ dist: $(READY)  ## build sdist and wheel into dist/, and prove the wheel in a fr
 	@PYTHON=$(BIN)/python .ci/dist
 
 models: $(INTEGRATIONS)  ## compare every Transformers model type with eager attention, and write docs/transformers_models.md (15 minutes)
-	@$(BIN)/python -m benchmarks.transformers_models
+	@$(BIN)/python -m benchmarks transformers_models
 
 figures: $(READY)  ## draw the pictures of the docs again
 	@$(BIN)/python docs/draw_figures.py
 
-bench: $(PEERS)  ## measure speed and memory and kill runs (about two and a half hours; Linux, a C++ compiler, a quiet machine)
-	@$(BIN)/python -m benchmarks.one_device
-	@$(BIN)/python -m benchmarks.ring
-	@$(BIN)/python -m benchmarks.training
-	@$(BIN)/python -m benchmarks.decoding
-	@$(BIN)/python -m benchmarks.faults
-	@$(BIN)/python -m benchmarks.fuzz
+bench: $(PEERS) $(INTEGRATIONS)  ## run all benchmark suites and write all result pages (about four and a half hours; Linux, a C++ compiler, an idle machine)
+	@$(BIN)/python -m benchmarks all
 
-scale: $(READY)  ## measure growth with length and ring, and write docs/scale.md (half an hour, a quiet machine)
-	@$(BIN)/python -m benchmarks.scale
+scale: $(READY)  ## measure growth with length and ring size, and write docs/scale.md (one hour, an idle machine)
+	@$(BIN)/python -m benchmarks scale
 
 clean:  ## remove .venv, dist and caches
 	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,38 +1,28 @@
-"""Decoding, measured: time and memory for each token over a long text, with a bounded cache and with a full one.
+"""Decoding: time and memory per token of a long text, with a bounded cache and with a full one.
 
-    python -m benchmarks.decoding           # about seven minutes on one core
-    python -m benchmarks.decoding --quick   # a short text: does it run? Nothing is written.
-
-The bounded cache writes every token. The full one, whose time grows with the text, is brought to each length by reading
-blocks of tokens, and timed over a few there. Writes benchmarks/results/decoding.json, the table in docs/decoding.md and
-its figure.
+The bounded cache generates every token. The full one, whose time grows with the text, is timed over a few tokens at
+each length. Each runs in a fresh process with one thread, and times are CPU times, so that other programs matter less.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-from rich.console import Console
 
-from benchmarks.decoding_report import write_report
+from benchmarks.suite import MIB, Measuring, Page, Picture, Results, Rows, Suite, Table, empty_figure
 from ringspan.decoding import Sampler
 from ringspan.models import Decoder, LongNet, LongNetConfig
 from ringspan.runtime.launch import run_local_ranks
-from ringspan.tools.measure import describe_machine, one_line
 
-ROOT = Path(__file__).parent.parent
 SIZES: dict[str, Any] = dict(layers=2, width=64, heads=4, kv_heads=2)
-BOUNDED: dict[str, Any] = dict(segment_lengths=(1024, 4096, 16384), dilation_rates=(1, 4, 16))
-FULL: dict[str, Any] = dict(segment_lengths=(), dilation_rates=())
-TIMED_TOKENS = 20  # of the full cache, at each length
-
-Rows = list[dict[str, Any]]
+BOUNDED_PATTERN: dict[str, Any] = dict(segment_lengths=(1024, 4096, 16384), dilation_rates=(1, 4, 16))
+FULL_PATTERN: dict[str, Any] = dict(segment_lengths=(), dilation_rates=())
+TIMED_TOKENS = 20  # with the full cache, at each length
+ALL_BRANCHES_FULL = 16384  # from this token on every branch has been full once, so memory must not grow
 
 
 def new_decoder(pattern: dict[str, Any]) -> Decoder:
@@ -45,12 +35,12 @@ def resident_bytes() -> int:
 
 
 def write_bounded(tokens: int, window: int, short: int) -> dict[str, Any]:
-    """Write so many tokens; figures of each window, and the last logits against a full forward pass.
+    """Generate tokens; metrics of each window, and the last logits compared with a full forward pass.
 
-    In turns with it a short text is written that begins anew after so many tokens: a machine that is slower for a while
-    is slower for both.
+    Short texts of ``short`` tokens are generated in turns with the long one, so that a drift of the machine affects
+    both.
     """
-    decoder, beside = new_decoder(BOUNDED), ShortTexts(short)
+    decoder, reference = new_decoder(BOUNDED_PATTERN), ShortTexts(short)
     text = torch.empty(tokens + 1, dtype=torch.int64)
     text[0] = 10
     choose = Sampler(seed=0)
@@ -67,7 +57,7 @@ def write_bounded(tokens: int, window: int, short: int) -> dict[str, Any]:
             dict(
                 tokens=first + window - 1,
                 seconds=seconds,
-                short_seconds=beside.write(window // 2),
+                short_seconds=reference.write(window // 2),
                 cache_bytes=decoder.cache_bytes,
                 resident_bytes=resident_bytes(),
                 most_rows=most,
@@ -80,14 +70,14 @@ def write_bounded(tokens: int, window: int, short: int) -> dict[str, Any]:
 
 
 class ShortTexts:
-    """Texts of one length, one after another, written a piece at a time."""
+    """Generates texts of one length, one after another, a few tokens at a time."""
 
     def __init__(self, tokens: int) -> None:
         self.tokens, self.written, self.choose = tokens, tokens, Sampler(seed=0)
-        self.decoder = new_decoder(BOUNDED)
+        self.decoder = new_decoder(BOUNDED_PATTERN)
 
     def write(self, tokens: int) -> float:
-        """Seconds a token."""
+        """Generate tokens, and return the seconds per token."""
         start = time.process_time()
         for _ in range(tokens):
             if self.written == self.tokens:
@@ -98,9 +88,9 @@ class ShortTexts:
         return (time.process_time() - start) / tokens
 
 
-def write_full(tokens: int, every: int) -> Rows:
-    """The same model with plain attention, timed at each length."""
-    decoder = new_decoder(FULL)
+def write_full(tokens: int, every: int) -> list[dict[str, Any]]:
+    """The same model with plain attention, timed at each length after reading up to there in blocks."""
+    decoder = new_decoder(FULL_PATTERN)
     choose = Sampler(seed=0)
     rows = []
     for length in range(every, tokens + 1, every):
@@ -116,23 +106,89 @@ def write_full(tokens: int, every: int) -> Rows:
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a short text; nothing is written")
-    arguments = parser.parse_args()
-    tokens, window, every = (2000, 500, 1000) if arguments.quick else (100_000, 1000, 10_000)
-    console = Console()
-    with console.status("writing with a bounded cache, then with a full one"):
-        # Each in a process of its own, with one thread: memory is what the one cache needs.
-        (bounded,) = run_local_ranks(1, write_bounded, tokens, window, every, timeout_seconds=3600)
-        (full,) = run_local_ranks(1, write_full, tokens, every, timeout_seconds=3600)
-    results = {"machine": describe_machine(), "bounded": bounded, "full": full}
-    if arguments.quick:
-        console.print_json(json.dumps(results))
-        return
-    (ROOT / "benchmarks/results/decoding.json").write_text(json.dumps(results) + "\n")
-    write_report(results, one_line(results["machine"]), ROOT, console)
+def bounded(run: Measuring) -> Any:
+    sizes = (2000, 500, 1000) if run.quick else (100_000, 1000, 10_000)
+    return run_local_ranks(1, write_bounded, *sizes, timeout_seconds=3600)[0]
 
 
-if __name__ == "__main__":
-    main()
+def full(run: Measuring) -> Any:
+    sizes = (2000, 1000) if run.quick else (100_000, 10_000)
+    return run_local_ranks(1, write_full, *sizes, timeout_seconds=3600)[0]
+
+
+def report(results: Results) -> Page:
+    bounded, full = results["bounded"], results["full"]
+    windows = bounded["windows"]
+    by_clock, by_short_texts, growth = flatness(windows)
+    most = max(row["most_rows"] for row in windows)
+    sentence = (
+        f"{windows[-1]['tokens']:,} tokens, generated one by one. The time per token of each tenth of the text is "
+        f"within **{by_short_texts:.1%}** of the mean, relative to short texts that are generated in turns with it "
+        f"(required: 10 %), and within {by_clock:.1%} by the clock alone, which includes drifts of the machine. "
+        f"From token {ALL_BRANCHES_FULL:,} on, the memory of the process grew by {growth / MIB:.1f} MiB. A KV head "
+        f"held at most {most:,} rows in a layer; the bound is {bounded['bound']:,}. The last logits differ from those "
+        f"of one forward pass over the whole text by {bounded['apart']:.0e} of the largest (fp32). Times are CPU times "
+        "on one thread."
+    )
+    text = "Bounded: the mean time over the last 10,000 tokens. Full: the time at that length."
+    return Page(
+        "Measured",
+        sentence,
+        "python -m benchmarks decoding",
+        f"Machine: {results.machine}",
+        [token_table(windows, full, text), decoding_picture(windows, full)],
+    )
+
+
+def flatness(windows: list[dict[str, Any]]) -> tuple[float, float, int]:
+    """Largest deviation of a tenth of the text from the mean time: by the clock, and relative to the short texts.
+
+    Also the growth of resident memory once every branch is full.
+    """
+    tenth = max(1, len(windows) // 10)
+    tenths = [windows[i : i + tenth] for i in range(0, len(windows), tenth)]
+    times = [statistics.fmean(row["seconds"] for row in rows) for rows in tenths]
+    ratios = [
+        time / statistics.fmean(row["short_seconds"] for row in rows) for time, rows in zip(times, tenths, strict=True)
+    ]
+    later = [row["resident_bytes"] for row in windows if row["tokens"] > ALL_BRANCHES_FULL]
+    return _deviation(times), _deviation(ratios), max(later) - later[0]
+
+
+def _deviation(numbers: list[float]) -> float:
+    mean = statistics.fmean(numbers)
+    return max(abs(x / mean - 1) for x in numbers)
+
+
+def token_table(windows: list[dict[str, Any]], full: list[dict[str, Any]], text: str) -> Table:
+    cells: Rows = [["token", "bounded: time", "relative to a short text", "cache", "full: time", "cache"]]
+    for at in full:
+        window = [row for row in windows if at["tokens"] - 10_000 < row["tokens"] <= at["tokens"]]
+        time, short = (statistics.fmean(row[name] for row in window) for name in ("seconds", "short_seconds"))
+        cells.append(
+            [
+                f"{at['tokens']:,}",
+                f"{time * 1e3:.2f} ms",
+                f"{time / short:.3f}",
+                f"{window[-1]['cache_bytes'] / MIB:.1f} MiB",
+                f"{at['seconds'] * 1e3:.2f} ms",
+                f"{at['cache_bytes'] / MIB:.1f} MiB",
+            ]
+        )
+    return Table("Time and memory per token", cells, text)
+
+
+def decoding_picture(windows: list[dict[str, Any]], full: list[dict[str, Any]]) -> Picture:
+    figure, (speed, memory) = empty_figure(1, 2, (11, 4))
+    for axes, name, unit, scale in ((speed, "seconds", "ms", 1e3), (memory, "cache_bytes", "MiB", 1 / MIB)):
+        for label, rows, style in (("full cache", full, "o--"), ("bounded cache", windows, "-")):
+            axes.plot([row["tokens"] for row in rows], [row[name] * scale for row in rows], style, label=label)
+        axes.set(xlabel="tokens generated", ylabel=unit)
+        axes.set_ylim(bottom=0)
+        axes.legend(frameon=False)
+    speed.set_title("Time per token")
+    memory.set_title("Memory of the cache")
+    return Picture("decoding", figure, "Time per token (left) and memory of the cache (right) by tokens generated.")
+
+
+SUITE = Suite("docs/decoding.md", {"bounded": bounded, "full": full}, report, marker="benchmarks.decoding")

@@ -1,9 +1,9 @@
-"""`ringspan train` that is struck at a scripted point: a rank kills itself, or its launcher.
+"""`ringspan train` with scripted faults: a rank kills itself or its launcher at a given point.
 
     torchrun --nproc-per-node=2 --max-restarts=3 -m benchmarks.fault_points 1:5:hop,0:0:loading train --resume auto
 
-A script has one fault for each attempt of torchrun, rank:step:point, and none for attempts beyond its end. Steps count
-from 0, as the loop does. Nothing in ringspan knows of this: the points are wrapped from outside.
+A script has one fault, rank:step:point, for each attempt of torchrun; later attempts have none. Steps count from 0. The
+points are wrapped from outside: ringspan contains no code for this.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from ringspan.train.trainer import Trainer
 
 POINTS = {
     "between": "between two steps",
-    "hop": "in a hop of forward, with parcels in flight",
-    "backward": "in a hop of backward, with gradients in flight",
-    "writing": "while a checkpoint is written, half a file on the disk",
+    "hop": "in a hop of the forward pass, while parcels are being sent",
+    "backward": "in a hop of the backward pass, while gradients are being sent",
+    "writing": "while a checkpoint is written, with half a file on disk",
     "loading": "while a checkpoint is loaded",
-    "launcher": "the launcher, in the middle of the run",
+    "launcher": "the launcher, during the run",
 }
 
 
 def die() -> NoReturn:
     os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError("killed processes do not go on")
+    raise AssertionError("SIGKILL cannot return")
 
 
 def arm(point: str, step: int) -> None:
-    """Strike this process when it comes to the point in this step."""
+    """Kill this process when it reaches the point in this step."""
     steps: list[int] = []
-    step_as_it_was, send_as_it_was = Trainer._step, transport.GroupTransport.send_receive
+    original_step, original_send_receive = Trainer._step, transport.GroupTransport.send_receive
 
     def take_step(trainer: Trainer, number: int) -> Any:
         steps.append(number)
@@ -49,11 +49,11 @@ def arm(point: str, step: int) -> None:
             die()
         if number == step and point == "launcher":
             os.kill(os.getppid(), signal.SIGKILL)
-            time.sleep(60)  # this rank is busy for long, and the others wait in a hop: only their watchdogs can act
-        return step_as_it_was(trainer, number)
+            time.sleep(60)  # the others wait for this rank in a hop: only their watchdogs can act
+        return original_step(trainer, number)
 
     def send_receive(own: Any, sends: Any, receives: Any, label: str) -> Any:
-        pending = send_as_it_was(own, sends, receives, label)
+        pending = original_send_receive(own, sends, receives, label)
         wanted = {"hop": "parcels", "backward": "gradients"}.get(point, "nothing")
         if steps and steps[-1] == step and label.startswith(wanted) and (sends or receives):
             die()
@@ -65,7 +65,7 @@ def arm(point: str, step: int) -> None:
             os.truncate(path, path.stat().st_size // 2)
             die()
 
-    def no_opening(*_: Any, **__: Any) -> NoReturn:
+    def die_on_open(*_: Any, **__: Any) -> NoReturn:
         die()
 
     wrapped: list[tuple[Any, str, Callable[..., Any]]] = [
@@ -74,7 +74,7 @@ def arm(point: str, step: int) -> None:
         (checkpoint, "save_file", save),
     ]
     if point == "loading":
-        wrapped.append((checkpoint, "safe_open", no_opening))
+        wrapped.append((checkpoint, "safe_open", die_on_open))
     for place, name, wrapper in wrapped:
         setattr(place, name, wrapper)
 

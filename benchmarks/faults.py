@@ -1,16 +1,11 @@
-"""Kill training runs, at scripted points and at random, and compare what they end with to a run that was left alone.
+"""Training runs that are killed at scripted points and at random, compared with an undisturbed run.
 
-    python -m benchmarks.faults              # everything, about twenty minutes on two cores
-    python -m benchmarks.faults --random 3   # fewer random kills
-    python -m benchmarks.faults --quick      # two kills: does it run? Nothing is written.
-
-Every run is `ringspan train` on two ranks under torchrun. Writes benchmarks/results/faults.json and its part of
-docs/faults.md. Exit status: 0 if every run ended as the one that was left alone, and 1 otherwise.
+Every run is `ringspan train` on two ranks under torchrun. The suite fails unless every killed run ends with the same
+losses and weights as the undisturbed one, bit for bit.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import json
@@ -19,28 +14,24 @@ import random
 import signal
 import subprocess
 import sys
-import tempfile
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import psutil
-from rich.console import Console
-from rich.progress import Progress
 
 from benchmarks.fault_points import POINTS
-from benchmarks.faults_report import write_report
-from ringspan.tools.measure import describe_machine, one_line
+from benchmarks.suite import ROOT, Measuring, Page, Results, Rows, Suite, Table, yes
 from ringspan.train.metrics import read_metrics
 
-ROOT = Path(__file__).parent.parent
 STEPS, SAVE_EVERY = 24, 4
-LONGEST = 400  # seconds that a run may take, restarts and a busy machine included
+LONGEST_SECONDS = 400  # for a run, including restarts on a busy machine
 FLAGS = (
     *("--model", "nano", "--segment-lengths", "128,1024", "--dilation-rates", "1,8", "--tokens", "2048"),
     *("--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--resume", "auto"),
 )
-# Which attempt is struck where: a checkpoint is loaded only by a second attempt, so that the first must die as well.
+# Faults by attempt. Only a second attempt loads a checkpoint, so in `loading` the first one is killed as well.
 SCRIPTS = {
     "between": "1:10:between",
     "hop": "1:10:hop",
@@ -51,17 +42,17 @@ SCRIPTS = {
 }
 
 
-class Run:
-    """A training run in a folder, under a launcher that may be struck and started again."""
+class FaultyRun:
+    """A training run in a folder, under a launcher that may be killed and started again."""
 
     def __init__(self, out: Path, script: str = "") -> None:
         self.out, self.script = out, script
         self.starts = 0
-        self.seen: list[psutil.Process] = []  # the workers when they were last looked for
+        self.seen: list[psutil.Process] = []  # the workers at the last look
         self.start()
 
     def start(self) -> None:
-        """The same command, each time; a script strikes the first time only."""
+        """Run the same command each time; the script of faults applies to the first start only."""
         program = ["benchmarks.fault_points", self.script] if self.script and not self.starts else ["ringspan"]
         torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=3", "-m", *program]
         self.starts += 1
@@ -75,7 +66,7 @@ class Run:
         )
 
     def workers(self) -> list[psutil.Process]:
-        """The workers of now; those of a launcher that is gone are in ``seen``."""
+        """The current workers. Those of a launcher that has exited remain in ``seen``."""
         with contextlib.suppress(psutil.NoSuchProcess):
             found = sorted(psutil.Process(self.launcher.pid).children(), key=lambda process: process.pid)
             self.seen = found or self.seen
@@ -83,47 +74,47 @@ class Run:
         return []
 
     def finish(self) -> dict[str, Any]:
-        """Wait for the end; where the launcher was killed, see its workers stop, and give the command again."""
+        """Wait for the end. If the launcher was killed, wait for its workers to stop and run the command again."""
         start = time.monotonic()
         while self.launcher.poll() is None:
             self.workers()
-            if time.monotonic() - start > LONGEST:
+            if time.monotonic() - start > LONGEST_SECONDS:
                 self.launcher.terminate()
-                raise TimeoutError(f"{self.out.name} did not end within {LONGEST} s:\n{self.said()}")
+                raise TimeoutError(f"{self.out.name} did not finish within {LONGEST_SECONDS} s:\n{self.log_tail()}")
             time.sleep(0.02)
         if self.launcher.returncode == -signal.SIGKILL:
             start = time.monotonic()
             if psutil.wait_procs(self.seen, timeout=60)[1]:
-                raise TimeoutError(f"workers of {self.out.name} outlived their launcher by a minute:\n{self.said()}")
+                raise TimeoutError(f"{self.out.name}: workers outlived a killed launcher by 60 s:\n{self.log_tail()}")
             stopped = time.monotonic() - start
             self.start()
             return {**self.finish(), "workers_stopped_after": stopped}
         if self.launcher.returncode:
-            raise RuntimeError(f"{self.out.name} ended with {self.launcher.returncode}:\n{self.said()}")
+            raise RuntimeError(f"{self.out.name} exited with {self.launcher.returncode}:\n{self.log_tail()}")
         lines = map(json.loads, (self.out / "metrics.jsonl").read_text().splitlines())
         return {"lost": lost_steps([line["number"] for line in lines if "number" in line]), "commands": self.starts}
 
-    def said(self) -> str:
-        """The end of what it said, for errors: the folder is gone by then."""
+    def log_tail(self) -> str:
+        """The end of the log, for error messages: the folder is deleted afterwards."""
         return Path(self.log.name).read_text()[-5000:]
 
-    def ended(self) -> tuple[list[float], bytes]:
+    def outcome(self) -> tuple[list[float], bytes]:
         return [s["loss"] for s in read_metrics(self.out)], (self.out / "model/model.safetensors").read_bytes()
 
 
 def lost_steps(numbers: list[int]) -> int:
-    """The most steps that were done again after a restart."""
+    """The largest number of steps that a restart repeated."""
     return max((before + 1 - after for before, after in itertools.pairwise(numbers)), default=0)
 
 
-def strike_at_random(run: Run, chance: random.Random, duration: float) -> dict[str, Any]:
-    """Kill a rank, or now and then the launcher, some time between the start and the end of the run."""
+def kill_at_random(run: FaultyRun, chance: random.Random, duration: float) -> dict[str, Any]:
+    """Kill a rank, or in one case of five the launcher, at a random time between start and end of the run."""
     delay = chance.uniform(0, duration)
     time.sleep(delay)
     victims = ["launcher"] if chance.random() < 0.2 else chance.sample(["rank 0", "rank 1"], 2)
     workers = run.workers()
     if run.launcher.poll() is not None or len(workers) < 2:
-        return {"victim": "nobody", "after": delay}
+        return {"victim": "none", "after": delay}
     steps = (run.out / "metrics.jsonl").read_text().count('"number"') if (run.out / "metrics.jsonl").exists() else 0
     victim = run.launcher.pid if victims[0] == "launcher" else workers[int(victims[0][-1])].pid
     os.kill(victim, signal.SIGKILL)
@@ -131,13 +122,13 @@ def strike_at_random(run: Run, chance: random.Random, duration: float) -> dict[s
 
 
 def holds(run: dict[str, Any]) -> bool:
-    """Whether a run that was killed ended as the one that was left alone, and lost no more than an interval."""
+    """Whether a killed run ends like the undisturbed one and repeats at most one checkpoint interval."""
     return bool(run["same_losses"] and run["same_weights"] and run["lost"] <= SAVE_EVERY)
 
 
-def name_a_stopped_rank(folder: Path) -> dict[str, Any]:
-    """Stop rank 1 with SIGSTOP in the middle of a run: how soon it is named, and how the run ends after SIGCONT."""
-    run = Run(folder / "stopped")
+def stop_a_rank(folder: Path) -> dict[str, Any]:
+    """Stop rank 1 with SIGSTOP during a run: how soon it is named, and how the run ends after SIGCONT."""
+    run = FaultyRun(folder / "stopped")
     heartbeat = run.out / "heartbeats/rank-00001.json"
     while not heartbeat.exists() or json.loads(heartbeat.read_text())["step"] < 5:
         time.sleep(0.05)
@@ -154,56 +145,135 @@ def name_a_stopped_rank(folder: Path) -> dict[str, Any]:
     return {**run.finish(), "seconds": seconds, "named": named, "run": run}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--random", type=int, default=20, help="how many random kills")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="two kills; nothing is written")
-    arguments = parser.parse_args()
-    chance, console = random.Random(arguments.seed), Console()
-    points = ["hop"] if arguments.quick else list(POINTS)
-    kills = 1 if arguments.quick else arguments.random
-    results: dict[str, Any] = {"machine": describe_machine(), "steps": STEPS, "save_every": SAVE_EVERY}
-    with Progress(console=console) as progress, tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        bar = progress.add_task("a run that is left alone", total=len(points) + kills + 2)
-        start = time.monotonic()
-        alone = Run(folder / "alone")
-        alone.finish()
-        duration, wanted = time.monotonic() - start, alone.ended()
-        progress.advance(bar)
-
-        def compared(run: Run, found: dict[str, Any]) -> dict[str, Any]:
-            losses, weights = run.ended()
-            progress.advance(bar)
-            return {**found, "same_losses": losses == wanted[0], "same_weights": weights == wanted[1]}
-
-        results["scripted"] = []
-        for point in points:
-            progress.update(bar, description=f"killed {POINTS[point]}")
-            run = Run(folder / point, SCRIPTS[point])
-            results["scripted"].append(compared(run, {"point": point, **run.finish()}))
-        results["random"], results["missed"] = [], 0
-        while len(results["random"]) < kills:
-            progress.update(bar, description=f"random kill {len(results['random']) + 1}")
-            run = Run(folder / f"random{time.monotonic_ns()}")
-            struck = strike_at_random(run, chance, duration * 0.95)
-            found = {**struck, **run.finish()}
-            if struck["victim"] == "nobody":  # it was over, or had not begun
-                results["missed"] += 1
-            else:
-                results["random"].append(compared(run, found))
-        progress.update(bar, description="a rank that stands still")
-        stopped = name_a_stopped_rank(folder)
-        results["stopped"] = compared(stopped.pop("run"), stopped)
-    if arguments.quick:
-        console.print_json(json.dumps(results))
-    else:
-        (ROOT / "benchmarks/results/faults.json").write_text(json.dumps(results) + "\n")
-        write_report(results, one_line(results["machine"]), ROOT, console)
-    if not all(map(holds, [*results["scripted"], *results["random"], results["stopped"]])):
-        sys.exit("Not every run ended as the one that was left alone.")
+@cache
+def undisturbed(folder: Path) -> tuple[float, tuple[list[float], bytes]]:
+    """Seconds and outcome of a run that is not killed."""
+    start = time.monotonic()
+    run = FaultyRun(folder / "undisturbed")
+    run.finish()
+    return time.monotonic() - start, run.outcome()
 
 
-if __name__ == "__main__":
-    main()
+def compared(run: FaultyRun, found: dict[str, Any]) -> dict[str, Any]:
+    """A result, with whether losses and weights equal those of the undisturbed run."""
+    (losses, weights), (wanted_losses, wanted_weights) = run.outcome(), undisturbed(run.out.parent)[1]
+    return {**found, "same_losses": losses == wanted_losses, "same_weights": weights == wanted_weights}
+
+
+def setup(measuring: Measuring) -> dict[str, int]:
+    return {"steps": STEPS, "save_every": SAVE_EVERY}
+
+
+def scripted(measuring: Measuring) -> list[dict[str, Any]]:
+    found = []
+    for point in ["hop"] if measuring.quick else list(POINTS):
+        measuring.announce(f"killed {POINTS[point]}")
+        run = FaultyRun(measuring.folder / point, SCRIPTS[point])
+        found.append(compared(run, {"point": point, **run.finish()}))
+    return found
+
+
+def random_kills(measuring: Measuring) -> dict[str, Any]:
+    chance = random.Random(int(measuring.options["seed"]))
+    kills: list[dict[str, Any]] = []
+    missed, wanted = 0, 1 if measuring.quick else int(measuring.options["kills"])
+    while len(kills) < wanted:
+        measuring.announce(f"random kill {len(kills) + 1}")
+        duration = undisturbed(measuring.folder)[0]
+        run = FaultyRun(measuring.folder / f"random{time.monotonic_ns()}")
+        kill = kill_at_random(run, chance, duration * 0.95)
+        found = {**kill, **run.finish()}
+        if kill["victim"] == "none":  # the run had ended, or its ranks had not started
+            missed += 1
+        else:
+            kills.append(compared(run, found))
+    return {"kills": kills, "missed": missed}
+
+
+def stopped(measuring: Measuring) -> dict[str, Any]:
+    found = stop_a_rank(measuring.folder)
+    return compared(found.pop("run"), found)
+
+
+def broken(results: Results) -> str:
+    runs = [*results["scripted"], *results["random"]["kills"], results["stopped"]]
+    return "" if all(map(holds, runs)) else "Not every run ended like the undisturbed one."
+
+
+def report(results: Results) -> Page:
+    kills, stop, setup = results["random"]["kills"], results["stopped"], results["setup"]
+    runs = [*results["scripted"], *kills]
+    same = sum(run["same_losses"] and run["same_weights"] for run in runs)
+    early = sum(run["steps_done"] == 0 for run in kills)
+    sentence = (
+        f"Runs of {setup['steps']} steps on two ranks, with a checkpoint every {setup['save_every']} steps. Of "
+        f"{len(runs)} killed runs, **{same}** ended with the same loss at every step and the same weights, bit for "
+        f"bit, as an undisturbed run. At most {max(run['lost'] for run in runs)} steps had to be repeated; a "
+        f"checkpoint interval has {setup['save_every']}."
+    )
+    scripted_text = (
+        "SIGKILL to a rank at exactly this point, or to torchrun itself. torchrun restarts the ranks. If torchrun was "
+        "killed, its workers stop by themselves, and the same command is run again."
+    )
+    random_text = (
+        "SIGKILL to a rank, or in some cases to torchrun, at a time drawn uniformly from the duration of the "
+        f"undisturbed run, including its start. {early} of {len(kills)} kills came before the first step was "
+        f"complete. {results['random']['missed']} more times were drawn when no rank was running; they do not count."
+    )
+    stopped_text = (
+        f"Rank 1 receives SIGSTOP during a run. After {stop['seconds']:.0f} s `metrics.jsonl` named it. It then "
+        "received SIGCONT, and the run continued."
+    )
+    named: Rows = [
+        ["named", "why", "ended like the undisturbed run"],
+        [
+            stop["named"].get("where", "none"),
+            stop["named"].get("why", ""),
+            yes(stop["same_losses"] and stop["same_weights"]),
+        ],
+    ]
+    return Page(
+        "Killed runs",
+        sentence,
+        "python -m benchmarks faults",
+        f"Machine: {results.machine}",
+        [
+            Table("Killed at a scripted point", scripted_table(results["scripted"]), scripted_text),
+            Table("Killed at random", random_table(kills), random_text),
+            Table("A stopped rank", named, stopped_text),
+        ],
+    )
+
+
+def scripted_table(rows: list[dict[str, Any]]) -> Rows:
+    cells: Rows = [["killed", "steps repeated", "workers stopped after", "same losses", "same weights"]]
+    return cells + [[POINTS[row["point"]], str(row["lost"]), _seconds(row), *_same(row)] for row in rows]
+
+
+def random_table(rows: list[dict[str, Any]]) -> Rows:
+    cells: Rows = [
+        ["killed", "after", "steps completed", "steps repeated", "workers stopped after", "same losses", "same weights"]
+    ]
+    for row in rows:
+        when = [f"{row['after']:.1f} s", str(row["steps_done"]), str(row["lost"])]
+        cells.append([row["victim"], *when, _seconds(row), *_same(row)])
+    return cells
+
+
+def _seconds(row: dict[str, Any]) -> str:
+    seconds = row.get("workers_stopped_after")
+    return "" if seconds is None else f"{seconds:.1f} s"
+
+
+def _same(row: dict[str, Any]) -> list[str]:
+    return [yes(row["same_losses"]), yes(row["same_weights"])]
+
+
+SUITE = Suite(
+    "docs/faults.md",
+    {"setup": setup, "scripted": scripted, "random": random_kills, "stopped": stopped},
+    report,
+    marker="benchmarks.faults",
+    broken=broken,
+    options={"kills": "20", "seed": "0"},
+)

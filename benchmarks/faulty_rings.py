@@ -1,94 +1,91 @@
-"""`ringspan verify` on an honest ring and on twelve faulty ones: the documented command, on a quiet and a busy machine.
+"""`ringspan verify` on a correct ring and on twelve faulty ones, on a quiet and on a busy machine.
 
-    python -m benchmarks.faulty_rings
-
-writes the table in docs/verify.md (about 25 minutes). Rings are first examined one by one, then two at a time, so that
-each disturbs another. Results are kept in benchmarks/results/faulty_rings.json: an interrupted run continues; delete
-the file to start over.
+Rings are examined one by one, then two at a time, so that each disturbs another. The suite fails unless every faulty
+ring is exposed and the correct one is not.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
-from ringspan.tools.measure import describe_machine, one_line
-from ringspan.tools.pages import markdown_table, write_into
+from benchmarks.suite import ROOT, Measuring, Page, Results, Rows, Suite, Table
 
-COMMAND = ("verify", "--attention", "{target}")
-HONEST = ("tests.tools.verify.faulty:honest",)
-PAGE = Path(__file__).parent.parent / "docs/verify.md"
-TWELVE: tuple[str, ...] = import_module("tests.tools.verify.faulty").TWELVE
-RESULTS = Path(__file__).parent / "results/faulty_rings.json"
+MODULE = "tests.tools.verify.faulty"
+HONEST = "honest"
 VERDICTS = {0: "real", 1: "exposed", 3: "not proven"}
 
 
-@dataclass(frozen=True)
-class Found:
-    """What the command said about one ring."""
-
-    verdict: str
-    failing: tuple[str, ...]
-    speed: str
-
-    def __str__(self) -> str:
-        if self.failing:
-            return f"{self.verdict}: {', '.join(self.failing)}"
-        return f"{self.verdict}; speed {self.speed}"
+def rings(quick: bool) -> list[str]:
+    faulty = list(import_module(MODULE).TWELVE)
+    return [HONEST, *(faulty[:1] if quick else faulty)]
 
 
-def examine(target: str) -> Found:
+def examine(ring: str) -> dict[str, Any]:
     """Run the documented command on one ring."""
     with tempfile.TemporaryDirectory() as folder:
-        words = [word.format(target=target) for word in COMMAND]
-        command = [sys.executable, "-m", "ringspan", *words, "--json", "--out", folder]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=PAGE.parent.parent)
+        command = [sys.executable, "-m", "ringspan", "verify", "--attention", f"{MODULE}:{ring}"]
+        done = subprocess.run(
+            [*command, "--json", "--out", folder], capture_output=True, text=True, check=False, cwd=ROOT
+        )
     if done.returncode not in VERDICTS:
-        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
+        raise RuntimeError(f"{' '.join(command)} exited with {done.returncode}:\n{done.stderr}")
     checks: list[dict[str, Any]] = json.loads(done.stdout)["checks"]
-    failing = tuple(check["name"] for check in checks if check["verdict"] == "FAIL")
+    failing = [check["name"] for check in checks if check["verdict"] == "FAIL"]
     (speed,) = (check["verdict"] for check in checks if check["name"] == "more ranks are faster")
-    return Found(VERDICTS[done.returncode], failing, speed)
+    return {"verdict": VERDICTS[done.returncode], "failing": failing, "speed": speed}
 
 
-def what(target: str) -> str:
-    """The first line of a function's own description."""
-    module, _, name = target.partition(":")
-    return str(getattr(import_module(module), name).__doc__).splitlines()[0].rstrip(".")
+def quiet(run: Measuring) -> None:
+    run.each(rings(run.quick), examine)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.parse_args()
-    targets = [*HONEST, *(f"tests.tools.verify.faulty:{name}" for name in TWELVE)]
-    results: dict[str, dict[str, Any]] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    for machine, at_a_time in (("quiet", 1), ("busy", 2)):
-        found = results.setdefault(machine, {})
-        missing = [target for target in targets if target not in found]
-        if at_a_time > 1 and missing:
-            missing = targets  # all again: a ring that is examined alone is not disturbed
-        with ThreadPoolExecutor(at_a_time) as pool:
-            for target, result in zip(missing, pool.map(examine, missing), strict=True):
-                found[target] = asdict(result)
-                RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-                print(f"{machine}: {target}: {result}", flush=True)
-    rows = [["ring", "what it does", "quiet machine", "busy machine (two rings at a time)"]]
-    for target in targets:
-        cells = [str(Found(**results[machine][target])) for machine in ("quiet", "busy")]
-        rows.append([f"`{target.partition(':')[2]}`", what(target), *cells])
-    exposed = [row for row in rows[1:] if all(cell.startswith("exposed") for cell in row[2:])]
-    text = f"{len(exposed)} of {len(TWELVE)} faulty rings are exposed in both."
-    made = f"Written by `python -m benchmarks.faulty_rings`; do not edit. {one_line(describe_machine())}."
-    write_into(PAGE, "faulty rings", ["", text, "", *markdown_table(rows), "", made, ""])
+def busy(run: Measuring) -> dict[str, Any]:
+    """Two rings at a time."""
+    names = rings(run.quick)
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(names, pool.map(examine, names), strict=True))
 
 
-if __name__ == "__main__":
-    main()
+def broken(results: Results) -> str:
+    wrong = [
+        f"{ring} on a {machine} machine"
+        for machine in ("quiet", "busy")
+        for ring, found in results[machine].items()
+        if (found["verdict"] == "exposed") == (ring == HONEST)
+    ]
+    return f"Wrong verdict: {', '.join(wrong)}." if wrong else ""
+
+
+def _cell(found: dict[str, Any]) -> str:
+    if found["failing"]:
+        return f"{found['verdict']}: {', '.join(found['failing'])}"
+    return f"{found['verdict']}; speed {found['speed']}"
+
+
+def _summary(ring: str) -> str:
+    """The first line of a ring's docstring."""
+    return str(getattr(import_module(MODULE), ring).__doc__).splitlines()[0].rstrip(".")
+
+
+def report(results: Results) -> Page:
+    rows: Rows = [["ring", "what it does", "quiet machine", "busy machine (two rings at a time)"]]
+    names = sorted(results["quiet"], key=lambda ring: ring != HONEST)
+    for ring in names:
+        rows.append([f"`{ring}`", _summary(ring), *(_cell(results[machine][ring]) for machine in ("quiet", "busy"))])
+    exposed = sum(all(results[m][ring]["verdict"] == "exposed" for m in ("quiet", "busy")) for ring in names)
+    return Page(
+        "Faulty rings",
+        f"{exposed} of {len(names) - 1} faulty rings are exposed in both.",
+        "python -m benchmarks faulty_rings",
+        f"Machine: {results.machine}",
+        [Table("Verdicts", rows)],
+    )
+
+
+SUITE = Suite("docs/verify.md", {"quiet": quiet, "busy": busy}, report, marker="faulty rings", broken=broken)

@@ -1,195 +1,326 @@
-"""One device: ringspan beside the bare kernel and beside what torch offers, in time and in memory.
+"""One device: ringspan compared with the bare kernel and with what torch offers, in time and memory.
 
-    make bench                                          # everything, about half an hour
-    python -m benchmarks.one_device --quick             # small lengths, a minute: does it run?
-    python -m benchmarks.one_device --only kernel-share # one part
-
-Writes benchmarks/results/one_device.json, docs/figures/one_device.png and docs/benchmarks.md.
+All implementations compute the same function (`ringspan.tools.peers`); a checksum of the output shows it.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections.abc import Callable, Iterable
-from pathlib import Path
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import psutil
 import torch
-from rich.console import Console
-from rich.progress import Progress
 from torch import Tensor
 
 import ringspan as rs
-from benchmarks import peers
-from benchmarks.memory import in_fresh_process
-from benchmarks.one_device_report import write_report
-from ringspan.tools.measure import Stopwatch, describe_machine, one_line
+from benchmarks.suite import (
+    HEAD_DIM,
+    HEADS,
+    PASSES,
+    Measuring,
+    Page,
+    Picture,
+    Results,
+    Rows,
+    Suite,
+    Table,
+    both_ratios,
+    empty_figure,
+    mebibytes,
+    yes,
+)
+from ringspan.runtime.device import Cpu
+from ringspan.tools.bench.trials import (
+    TrialError,
+    TrialLimits,
+    TurnTimer,
+    run_limited,
+    with_gradients,
+    without_gradients,
+)
+from ringspan.tools.peers import blockwise_flex, masked_sdpa
 
-ROOT = Path(__file__).parent.parent
-PARTS = ("kernel-share", "growth", "peers", "memory")
-GROWTH_TRIALS = 9  # single rounds scatter by a tenth: medians of a few are not enough for a bar of 2.1
-DISTURBED_CORES = 0.10  # a trial during which others kept more than this busy is repeated
-MOST_REPEATS = 3
-SHORT_TURNS = 3  # turns of the shortest length in a round: short calls scatter more
+LENGTHS, QUICK_LENGTHS = (32768, 65536, 131072), (4096, 8192)
+PEER_LENGTHS, QUICK_PEER_LENGTHS = (8192, 32768), (2048,)
+GROWTH_ROUNDS = 9  # single rounds vary by 10 %, so the median of a few is not enough for a bound of 2.1
+SHORT_ROUNDS = 3  # rounds of the shortest length for each of the longest: short calls vary more
+PEER_ROUNDS = 3
+PEER_SECONDS = 900.0
+MEMORY_SHARE = 0.85  # of free memory, for one implementation
+ASKED_SHARE = {"forward": 0.93, "both": 0.95}
+ASKED_GROWTH = 2.1
+ASKED_MEMORY_MIB = 32
+STYLES = {"ringspan": ("#0072B2", ""), "SDPA with a mask": ("#E69F00", "//"), "FlexAttention": ("#999999", "..")}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One implementation in a fresh process. ``failure`` says why nothing was measured."""
+
+    seconds: float = 0.0
+    peak_bytes: int = 0
+    checksum: float = 0.0
+    failure: str = ""
+
+
+def pattern_up_to(longest: int = 32768) -> rs.Dilated:
+    """LongNet's geometric series: segments 2048, 4096 .. with rates 1, 2 .."""
+    lengths = [2048 * 2**i for i in range(16) if 2048 * 2**i <= longest]
+    return rs.Dilated(tuple(lengths), tuple(2**i for i in range(len(lengths))))
+
+
+def qkv(n: int, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(1, n, HEADS, HEAD_DIM, generator=generator) for _ in range(3)]
 
 
 class BareKernel:
-    """The flash kernel on contiguous tiles of the same shapes: what remains if everything else were free."""
+    """The flash kernel on contiguous tiles of the same shapes: the cost if everything else were free."""
 
-    name = "bare"
-
-    def __init__(self, n: int, pattern: rs.Dilated, causal: bool) -> None:
+    def __init__(self, n: int, causal: bool) -> None:
         self.kernel, self.causal = rs.kernels.get("cpu_flash"), causal
         self.tiles = []
-        for branch in pattern.branches(n):
+        for branch in pattern_up_to().branches(n):
             width = min(n, branch.segment_length)
-            shape = (n // width, peers.HEADS, width // branch.rate, peers.DIM)
+            shape = (n // width, HEADS, width // branch.rate, HEAD_DIM)
             self.tiles.append([torch.randn(shape) for _ in range(3)])
 
     def forward(self) -> list[tuple[Tensor, Tensor]]:
-        return [self.kernel.forward(q, k, v, self.causal, peers.DIM**-0.5) for q, k, v in self.tiles]
+        return [self.kernel.forward(q, k, v, self.causal, HEAD_DIM**-0.5) for q, k, v in self.tiles]
 
     def both(self) -> None:
         for (q, k, v), (out, lse) in zip(self.tiles, self.forward(), strict=True):
-            self.kernel.backward(out, q, k, v, out, lse, self.causal, peers.DIM**-0.5, (True, True, True))
+            self.kernel.backward(out, q, k, v, out, lse, self.causal, HEAD_DIM**-0.5, (True, True, True))
 
 
-class Ringspan:
-    """`rs.attention`, as a user calls it."""
-
-    name = "ours"
-
-    def __init__(self, n: int, pattern: rs.Dilated, causal: bool) -> None:
-        self.tensors = [x.requires_grad_() for x in peers.qkv(n)]
-        self.grad = torch.randn(1, n, peers.HEADS, peers.DIM)
-        self.options: dict[str, Any] = dict(pattern=pattern, causal=causal)
-
-    def forward(self) -> None:
-        with torch.no_grad():
-            rs.attention(*self.tensors, **self.options)
-
-    def both(self) -> None:
-        torch.autograd.grad(rs.attention(*self.tensors, **self.options), self.tensors, self.grad)
+def ringspan_calls(n: int, causal: bool) -> dict[str, Callable[[], object]]:
+    """`rs.attention` as a user calls it, by pass."""
+    tensors = [x.requires_grad_() for x in qkv(n)]
+    options = dict(pattern=pattern_up_to(), causal=causal)
+    gradient = torch.randn(1, n, HEADS, HEAD_DIM)
+    return {"forward": without_gradients(tensors, options), "both": with_gradients(tensors, gradient, options)}
 
 
-def kernel_share(lengths: list[int], trials: int, progress: Progress) -> list[dict[str, Any]]:
-    """Times of ours and of the bare kernel, which take turns, so that a machine that drifts, drifts for both."""
+def kernel_share(run: Measuring) -> list[dict[str, Any]]:
+    """Times of ringspan and of the bare kernel, in turns."""
+    lengths = QUICK_LENGTHS if run.quick else LENGTHS
+    rounds = 2 if run.quick else int(run.options["rounds"])
     rows = []
-    task = progress.add_task("share of the bare kernel", total=2 * 2 * trials)
     for causal in (False, True):
-        sides = {n: [side(n, peers.pattern_up_to(), causal) for side in (Ringspan, BareKernel)] for n in lengths}
-        for mode in ("forward", "both"):
-            times: dict[int, dict[str, list[float]]] = {
-                n: {"ours": [], "bare": [], "foreign_cores": []} for n in lengths
-            }
-            warm_up(getattr(side, mode) for side in sides[lengths[0]])
-            for trial in range(trials):
-                for n in lengths:
-                    for turn in range(SHORT_TURNS if n == lengths[0] else 1):
-                        # Who comes first finds the caches of others: they take that in turn, too.
-                        order = sides[n][:: -1 if (trial + turn) % 2 else 1]
-                        for name, value in one_turn({side.name: getattr(side, mode) for side in order}).items():
-                            times[n][name].append(value)
-                progress.advance(task)
-            rows += [dict(n=n, causal=causal, mode=mode, **found) for n, found in times.items()]
+        for n in (lengths[0], lengths[-1]):
+            run.announce(f"{n:,} tokens, {'causal' if causal else 'not causal'}")
+            ours, bare = ringspan_calls(n, causal), BareKernel(n, causal)
+            for mode in PASSES:
+                timer = TurnTimer()
+                calls = {"ours": ours[mode], "bare": getattr(bare, mode)}
+                times = timer.in_turns(calls, rounds * (SHORT_ROUNDS if n == lengths[0] else 1))
+                rows.append(dict(n=n, causal=causal, mode=mode, **times, foreign_cores=timer.most_foreign_cores))
     return rows
 
 
-def growth(lengths: list[int], trials: int, progress: Progress) -> list[dict[str, Any]]:
-    """Times of ours at lengths that double, one after the other in every round, up and down in turn."""
+def growth(run: Measuring) -> list[dict[str, Any]]:
+    """Times of ringspan at lengths that double, in turns."""
+    lengths, rounds = (QUICK_LENGTHS, 2) if run.quick else (LENGTHS, GROWTH_ROUNDS)
     rows = []
-    task = progress.add_task("growth with length", total=2 * 2 * trials)
     for causal in (False, True):
-        sides = {n: Ringspan(n, peers.pattern_up_to(), causal) for n in lengths}
-        for mode in ("forward", "both"):
-            times: dict[str, list[float]] = {name: [] for name in (*map(str, lengths), "foreign_cores")}
-            warm_up([getattr(sides[lengths[0]], mode)])
-            for trial in range(trials):
-                order = lengths[:: -1 if trial % 2 else 1]
-                for name, value in one_turn({str(n): getattr(sides[n], mode) for n in order}).items():
-                    times[name].append(value)
-                progress.advance(task)
-            rows.append(dict(causal=causal, mode=mode, seconds=times))
+        calls = {n: ringspan_calls(n, causal) for n in lengths}
+        for mode in PASSES:
+            run.announce(f"{PASSES[mode]}, {'causal' if causal else 'not causal'}")
+            timer = TurnTimer()
+            times = timer.in_turns({str(n): calls[n][mode] for n in lengths}, rounds)
+            seconds = {**times, "foreign_cores": timer.most_foreign_cores}
+            rows.append(dict(causal=causal, mode=mode, seconds=seconds))
     return rows
 
 
-def warm_up(calls: Iterable[Callable[[], Any]]) -> None:
-    for call in calls:
-        call()
-
-
-def one_turn(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Seconds of each call, one after the other; all of them again if something else was busy meanwhile."""
-    found: dict[str, float] = {}
-    for _ in range(MOST_REPEATS):
-        found = {"foreign_cores": 0.0}
-        for name, call in calls.items():
-            with Stopwatch() as watch:
-                call()
-            found[name] = watch.seconds
-            found["foreign_cores"] = max(found["foreign_cores"], watch.foreign_cores)
-        if found["foreign_cores"] <= DISTURBED_CORES:
-            break
-    return found
-
-
-def against_peers(lengths: list[int], trials: int, progress: Progress) -> list[dict[str, Any]]:
-    """Each implementation in a process of its own: time, peak memory, and a checksum of what it computed."""
-    tasks = {"ringspan": peers.ringspan_task, "SDPA with a mask": peers.sdpa_task, "FlexAttention": peers.flex_task}
+def peers(run: Measuring) -> list[dict[str, Any]]:
+    """Each implementation in a fresh process: time, peak memory, and a checksum of the output."""
+    tasks = {"ringspan": ringspan_task, "SDPA with a mask": sdpa_task, "FlexAttention": flex_task}
+    lengths = QUICK_PEER_LENGTHS if run.quick else PEER_LENGTHS
     rows = []
-    bar = progress.add_task("beside torch's own", total=len(lengths) * 2 * len(tasks))
     for n in lengths:
         for causal in (False, True):
             for name, task in tasks.items():
-                found = in_fresh_process(task, n, causal, trials if n == lengths[0] else 1)
-                rows.append(dict(n=n, causal=causal, name=name, **vars(found)))
-                progress.advance(bar)
+                run.announce(f"{name}, {n:,} tokens")
+                measured = in_fresh_process(task, n, causal, PEER_ROUNDS if n == lengths[0] else 1)
+                rows.append(dict(n=n, causal=causal, name=name, **asdict(measured)))
     return rows
 
 
-def forward_memory(n: int, progress: Progress) -> list[dict[str, Any]]:
+def memory(run: Measuring) -> list[dict[str, Any]]:
     """Peak growth of the forward pass beyond its results."""
-    bar = progress.add_task("memory of the forward", total=2)
-    results = n * peers.HEADS * (peers.DIM + 1) * 4
+    n = (QUICK_LENGTHS if run.quick else LENGTHS)[-1]
+    results = n * HEADS * (HEAD_DIM + 1) * 4
     rows = []
     for causal in (False, True):
-        found = in_fresh_process(peers.memory_task, n, causal)
-        rows.append(dict(n=n, causal=causal, beyond_results_bytes=found.peak_bytes - results, failure=found.failure))
-        progress.advance(bar)
+        measured = in_fresh_process(memory_task, n, causal)
+        beyond = measured.peak_bytes - results
+        rows.append(dict(n=n, causal=causal, beyond_results_bytes=beyond, failure=measured.failure))
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small lengths and two trials; nothing is written")
-    parser.add_argument("--only", choices=PARTS, help="run one part; the others keep their last results")
-    parser.add_argument("--trials", type=int, default=5, help="rounds of the interleaved timings (default: 5)")
-    arguments = parser.parse_args()
-    lengths, peer_lengths, trials = [32768, 65536, 131072], [8192, 32768], arguments.trials
-    if arguments.quick:
-        lengths, peer_lengths, trials = [4096, 8192], [2048], 2
+def in_fresh_process(task: Callable[..., Measured], *arguments: Any) -> Measured:
+    """Run a task in a fresh process with a memory limit. Running out of memory or time is a result."""
+    limits = TrialLimits(int(psutil.virtual_memory().available * MEMORY_SHARE), PEER_SECONDS)
+    try:
+        (measured,) = run_limited(1, limits, task, *arguments, threads=torch.get_num_threads())
+    except TrialError as error:
+        if error.outcome == "crashed":
+            raise
+        fits = error.outcome != "out of memory"
+        return Measured(failure=error.reason if fits else f"does not fit in {limits.memory_bytes / 2**30:.0f} GiB")
+    return measured
 
-    stored = ROOT / "benchmarks/results/one_device.json"
-    results: dict[str, Any] = json.loads(stored.read_text()) if arguments.only and stored.exists() else {}
-    results["machine"] = describe_machine()
-    console = Console()
-    with Progress(console=console) as progress:
-        if arguments.only in (None, "kernel-share"):
-            results["kernel_share"] = kernel_share([lengths[0], lengths[-1]], trials, progress)
-        if arguments.only in (None, "growth"):
-            results["growth"] = growth(lengths, min(trials, 2) if arguments.quick else GROWTH_TRIALS, progress)
-        if arguments.only in (None, "peers"):
-            results["peers"] = against_peers(peer_lengths, 3, progress)
-        if arguments.only in (None, "memory"):
-            results["memory"] = forward_memory(lengths[-1], progress)
-    if arguments.quick:
-        console.print_json(json.dumps(results))
+
+def ringspan_task(n: int, causal: bool, rounds: int) -> Measured:
+    q, k, v = qkv(n)
+    return _measure(lambda: rs.attention(q, k, v, pattern=pattern_up_to(), causal=causal), rounds)
+
+
+def sdpa_task(n: int, causal: bool, rounds: int) -> Measured:
+    """Scaled dot-product attention with the pattern as an additive mask (heads, n, n), which counts as its memory."""
+    q, k, v = qkv(n)
+    attend, mask_bytes = Cpu().peak_growth(lambda: masked_sdpa(pattern_up_to(), n, HEADS, causal=causal))
+    measured = _measure(lambda: attend(q, k, v), rounds)
+    return replace(measured, peak_bytes=measured.peak_bytes + mask_bytes)
+
+
+def flex_task(n: int, causal: bool, rounds: int) -> Measured:
+    """Compiled FlexAttention with a block mask. Forward only: the CPU backend has no backward pass."""
+    q, k, v = qkv(n)
+    with torch.no_grad():
+        attend, mask_bytes = Cpu().peak_growth(lambda: blockwise_flex(pattern_up_to(), n, HEADS, causal=causal))
+        measured = _measure(lambda: attend(q, k, v), rounds)
+    return replace(measured, peak_bytes=max(measured.peak_bytes, mask_bytes))
+
+
+def memory_task(n: int, causal: bool) -> Measured:
+    """One forward pass, warmed up at a short length so that the allocator retains nothing of the measured size."""
+    rs.attention(*qkv(1024), pattern=pattern_up_to(), causal=causal)
+    q, k, v = qkv(n)
+    _, growth = Cpu().peak_growth(lambda: rs.attention(q, k, v, pattern=pattern_up_to(), causal=causal))
+    return Measured(peak_bytes=growth)
+
+
+def _measure(call: Callable[[], Tensor], rounds: int) -> Measured:
+    checksum = call().double().square().mean().sqrt().item()  # the first call also warms up and compiles
+    _, peak = Cpu().peak_growth(call)
+    (times,) = TurnTimer().in_turns({"call": call}, rounds, warm=False).values()
+    return Measured(statistics.median(times), peak, checksum)
+
+
+def report(results: Results) -> Page:
+    sentence = (
+        f"{HEADS} heads of {HEAD_DIM}, fp32, batch 1; segments 2048, 4096 .. 32768 with rates 1, 2 .. 16. All bounds "
+        "in the columns *required* are targets of the project."
+    )
+    return Page(
+        "Benchmarks: one device",
+        sentence,
+        "python -m benchmarks one_device",
+        f"Machine: {results.machine}",
+        [
+            peer_picture(results["peers"], results.machine),
+            share_table(results["kernel_share"]),
+            growth_table(results["growth"]),
+            peer_table(results["peers"]),
+            memory_table(results["memory"]),
+        ],
+    )
+
+
+def share_table(rows: list[dict[str, Any]]) -> Table:
+    cells: Rows = [
+        ["n", "causal", "pass", "ringspan", "bare kernel", "median of ratios", "ratio of medians", "spread", "required"]
+    ]
+    for row in rows:
+        seconds = [f"{statistics.median(row[side]):.2f} s" for side in ("ours", "bare")]
+        start = [str(row["n"]), yes(row["causal"]), PASSES[row["mode"]], *seconds]
+        cells.append([*start, *both_ratios(row["bare"], row["ours"]), f"{ASKED_SHARE[row['mode']]:.2f}"])
+    text = (
+        "Throughput relative to the flash kernel on contiguous tiles of the same shapes, without segments, merging or "
+        "the summation of gradients. The two are timed in turns. The share is given as the median of the ratios of "
+        "single rounds and as the ratio of the medians, with the lowest and the highest ratio."
+    )
+    return Table("Share of the bare kernel", cells, text)
+
+
+def growth_table(rows: list[dict[str, Any]]) -> Table:
+    cells: Rows = [["n", "2n", "causal", "pass", "median of ratios", "ratio of medians", "spread", "required"]]
+    for row in rows:
+        seconds = {int(n): times for n, times in row["seconds"].items() if n != "foreign_cores"}
+        for n, short in seconds.items():
+            if 2 * n in seconds:
+                start = [str(n), str(2 * n), yes(row["causal"]), PASSES[row["mode"]]]
+                cells.append([*start, *both_ratios(seconds[2 * n], short), f"{ASKED_GROWTH}"])
+    text = f"Time at 2n divided by time at n, timed in turns (required: at most {ASKED_GROWTH})."
+    return Table("Growth with length", cells, text)
+
+
+def peer_table(rows: list[dict[str, Any]]) -> Table:
+    ours = {(r["n"], r["causal"]): r for r in rows if r["name"] == "ringspan"}
+    cells: Rows = [
+        ["n", "causal", "implementation", "time", "ringspan is faster by", "peak memory", "ringspan is smaller by"]
+    ]
+    for row in rows:
+        base = ours[row["n"], row["causal"]]
+        start = [str(row["n"]), yes(row["causal"]), row["name"]]
+        if row["failure"]:
+            cells.append([*start, row["failure"], "", "", ""])
+            continue
+        faster, smaller = ("" if row is base else f"{row[key] / base[key]:.1f} x" for key in ("seconds", "peak_bytes"))
+        cells.append([*start, f"{row['seconds']:.2f} s", faster, f"{row['peak_bytes'] / 2**20:.0f} MiB", smaller])
+    text = (
+        "The same function by `scaled_dot_product_attention` with the pattern as a mask, and by compiled FlexAttention "
+        "with a block mask. Forward, each in a fresh process. Memory is the peak beyond the inputs, masks included."
+    )
+    return Table("Compared with torch", cells, text)
+
+
+def memory_table(rows: list[dict[str, Any]]) -> Table:
+    cells: Rows = [["n", "causal", "beyond inputs, output and lse"]]
+    cells += [[str(r["n"]), yes(r["causal"]), r["failure"] or mebibytes(r["beyond_results_bytes"], 1)] for r in rows]
+    text = f"Peak memory beyond inputs, output and lse (required: less than {ASKED_MEMORY_MIB} MiB)."
+    return Table("Memory of the forward pass", cells, text)
+
+
+def peer_picture(rows: list[dict[str, Any]], machine: str) -> Picture:
+    """Bars: time and peak memory of each implementation at each length, causal and not."""
+    cases = sorted({(r["n"], r["causal"]) for r in rows})
+    figure, axes = empty_figure(1, 2, (11, 4.2))
+    for axis, key, scale, label in (
+        (axes[0], "seconds", 1.0, "time (s, log scale)"),
+        (axes[1], "peak_bytes", 2**20, "peak memory (MiB, log scale)"),
+    ):
+        for i, name in enumerate(STYLES):
+            of_name = {(r["n"], r["causal"]): r for r in rows if r["name"] == name}
+            for x, case in enumerate(cases):
+                _bar(axis, x + (i - 1) * 0.28, of_name[case], key, scale, name, label=x == 0)
+        axis.set_yscale("log")
+        axis.margins(y=0.15)
+        axis.set_xticks(range(len(cases)), [f"{n:,}\n{'causal' if causal else 'not causal'}" for n, causal in cases])
+        axis.set(xlabel="tokens", ylabel=label)
+    axes[0].legend(frameon=False, loc="upper left")
+    figure.suptitle("Dilated attention, forward: lower is better", fontsize=12)
+    figure.supxlabel(f"{HEADS} heads of {HEAD_DIM}, fp32; {machine}", fontsize=8, color="#555555")
+    return Picture("one_device", figure, "Time and peak memory of the forward pass compared with torch.")
+
+
+def _bar(axis: Any, x: float, row: dict[str, Any], key: str, scale: float, name: str, label: bool) -> None:
+    if row["failure"]:
+        bottom = axis.get_xaxis_transform()
+        axis.text(x, 0.02, "does not fit", rotation=90, ha="center", va="bottom", fontsize=8, transform=bottom)
         return
-    stored.parent.mkdir(exist_ok=True)
-    stored.write_text(json.dumps(results, indent=1) + "\n")
-    write_report(results, one_line(results["machine"]), ROOT, console)
+    value, (colour, hatch) = row[key] / scale, STYLES[name]
+    axis.bar(x, value, 0.26, color=colour, hatch=hatch, edgecolor="white", label=name if label else None)
+    axis.text(x, value, f"{value:.2g}" if value < 10 else f"{value:.0f}", ha="center", va="bottom", fontsize=8)
 
 
-if __name__ == "__main__":
-    main()
+SUITE = Suite(
+    "docs/benchmarks.md",
+    {"kernel_share": kernel_share, "growth": growth, "peers": peers, "memory": memory},
+    report,
+    options={"rounds": "5"},
+)

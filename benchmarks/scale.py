@@ -1,74 +1,54 @@
-"""Growth: how time and memory grow with the length and with the ring, and where the walls stand.
+"""Growth of time and memory with length and ring size, rehearsals against reality, and limits of real hardware.
 
-    python -m benchmarks.scale                     # everything but the longest run, about half an hour on two cores
-    python -m benchmarks.scale --quick --into /tmp/scale   # short lengths and small rings, minutes: does it run?
-    python -m benchmarks.scale --only rings        # one part; the others keep their last results
-    python -m benchmarks.scale --billion runs/b    # with the run of `ringspan stream --tokens 1G --out runs/b`
-    python -m benchmarks.scale --report            # measure nothing, write the page again
-
-Every length and every ring is measured by the command that a user would give, `ringspan stream` or `ringspan rehearse`,
-in a process of its own (and short lengths once more in one that is warm, `benchmarks.warm`), and kept as soon as it is
-measured: interrupted, the same command goes on; --again starts anew.
-Writes benchmarks/results/scale.json, docs/figures/scale_*.png and docs/scale.md.
+Every length and every ring is measured by the command that a user would run, `ringspan stream` or `ringspan rehearse`,
+in a process of its own; short lengths are measured once more in one warm process (`benchmarks.warm`).
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+import statistics
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import Progress
+import torch
 
-from benchmarks.reality import reality
-from benchmarks.scale_report import write_report
-from benchmarks.walls import communication, nodes, walls
-from ringspan.runtime.files import write_atomic
+import ringspan as rs
+from benchmarks.hardware_limits import communication, hardware_limits, nodes
+from benchmarks.scale_report import report
+from benchmarks.suite import Measuring, Suite, run_python
+from ringspan.runtime.device import Cpu
+from ringspan.runtime.launch import run_local_ranks
 from ringspan.tools.demonstration import steady_seconds_per_token, whole_sequence_pattern
-from ringspan.tools.measure import describe_machine, one_line
-ROOT = Path(__file__).parent.parent
-RESULTS = Path("benchmarks/results/scale.json")
+from ringspan.tools.rehearse import Network, rehearse_ring
+
+BUDGET = "8G"
 ROWS_PER_RANK = 2**16
-REPEATED_BELOW, REPEATS = 2**26, 3  # a machine is slower for a while, now and then: lengths take turns
+REPEATED_BELOW, REPEATS = 2**26, 3  # lengths take turns, so that a drift of the machine affects all of them
+# Tokens and head dimension: below and above 32 MiB per tensor, where glibc stops retaining freed memory.
+REALITY_SIZES = ((2**15, 64), (2**17, 128))
+REALITY_HEADS, REALITY_REPEATS = 4, 3
 
 
-def growth(name: str) -> dict[str, Any]:
-    """One streamed length; the name is the length, and which time it is."""
-    with tempfile.TemporaryDirectory() as folder:
-        return _ask("stream", "--tokens", name.split(maxsplit=1)[0], "--budget", "8G", "--out", folder)
+def billion(run: Measuring) -> dict[str, Any]:
+    """The longest run and its log: of the folder in the option ``run``, or measured now (about half an hour)."""
+    folder = Path(run.options["run"] or run.folder)
+    if not run.options["run"]:
+        _command("stream", "--tokens", "64k" if run.quick else "1G", "--budget", BUDGET, "--out", str(folder))
+    log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    found = json.loads((folder / "result.json").read_text())
+    return {"run": {**found, "steady_seconds_per_token": steady_seconds_per_token(log)}, "log": log}
 
 
-def warm(_: str) -> dict[str, Any]:
-    """Short lengths, in turns, in one process that has its memory already: seconds per token by length."""
-    return _run("benchmarks.warm")
+def growth(run: Measuring) -> None:
+    """Streamed lengths. An item is a length and the number of the repetition."""
 
+    def measure(name: str) -> dict[str, Any]:
+        folder = run.folder / name.replace(" ", "-")
+        return _command("stream", "--tokens", name.split(maxsplit=1)[0], "--budget", BUDGET, "--out", str(folder))
 
-def rings(name: str) -> dict[str, Any]:
-    """A ring, with as many rows on a rank as every other: what a rank does should not depend on its size."""
-    tokens = int(name) * ROWS_PER_RANK
-    pattern = whole_sequence_pattern(tokens).text
-    sizes = ("--tokens", str(tokens), "--ranks", name, "--heads", "2", "--dim", "32")
-    return _ask("rehearse", *sizes, "--pattern", pattern, "--layout", "contiguous", "--backward")
-
-
-@dataclass(frozen=True)
-class Part:
-    """One table: what is measured for each name, and the names; fewer of them if it should be quick."""
-
-    measure: Callable[[str], dict[str, Any]]
-    names: tuple[str, ...]
-    quick: tuple[str, ...]
-
-
-def _of_devices(measure: Callable[[int], dict[str, Any]]) -> Part:
-    return Part(lambda name: measure(int(name)), ("8", "64", "1024"), ("8", "64"))
+    run.each(_lengths(16 if run.quick else 29), measure)
 
 
 def _lengths(stop: int) -> tuple[str, ...]:
@@ -76,80 +56,108 @@ def _lengths(stop: int) -> tuple[str, ...]:
     return tuple(f"{length} {turn}" for turn in range(REPEATS) for length in turns if turn < turns[length])
 
 
-PARTS = {
-    "growth": Part(growth, _lengths(29), _lengths(16)),
-    "warm": Part(warm, ("all",), ()),
-    "rings": Part(rings, ("1", "10", "100", "1000", "10000"), ("1", "10", "100")),
-    "reality": Part(lambda name: reality(int(name)), ("2", "4", "8"), ("2",)),
-    "communication": _of_devices(communication),
-    # Every rank of these is planned, six times over: 1,024 of them take too long.
-    "nodes": Part(lambda name: nodes(int(name)), ("8", "16", "64"), ("8",)),
-    "walls": _of_devices(walls),
-}
-
-
-def _ask(*arguments: str) -> dict[str, Any]:
-    return _run("ringspan", *arguments, "--json")
-
-
-def _run(module: str, *arguments: str) -> dict[str, Any]:
-    done = subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True, check=False)
-    if done.returncode:
-        command = " ".join([module, *arguments])
-        raise RuntimeError(f"python -m {command} ended with {done.returncode}:\n{done.stderr}{done.stdout}")
-    found: dict[str, Any] = json.loads(done.stdout)
+def warm(run: Measuring) -> dict[str, Any]:
+    """Short lengths in turns, in one process that already has its memory: seconds per token by length."""
+    found: dict[str, Any] = json.loads(run_python("-m", "benchmarks.warm", *(["--quick"] if run.quick else [])))
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="short lengths and small rings")
-    parser.add_argument("--only", choices=PARTS, action="append", help="measure this part only; may be repeated")
-    parser.add_argument("--again", action="store_true", help="measure what is known already too")
-    parser.add_argument("--report", action="store_true", help="measure nothing, only write the page")
-    parser.add_argument("--billion", type=Path, help="the folder of a run of `ringspan stream`")
-    parser.add_argument("--into", type=Path, default=ROOT, help="where docs/ and benchmarks/results/ are written")
-    arguments = parser.parse_args()
-    console, path = Console(), arguments.into / RESULTS
-    results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    if not arguments.report or "machine" not in results:
-        results["machine"] = one_line(describe_machine())
+def rings(run: Measuring) -> None:
+    """Rings with the same number of rows on every rank: the work of a rank should not depend on the ring size."""
 
-    def keep() -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json.dumps(results, indent=1) + "\n")
+    def measure(name: str) -> dict[str, Any]:
+        tokens = int(name) * ROWS_PER_RANK
+        sizes = ("--tokens", str(tokens), "--ranks", name, "--heads", "2", "--dim", "32")
+        pattern = whole_sequence_pattern(tokens).text
+        return _command("rehearse", *sizes, "--pattern", pattern, "--layout", "contiguous", "--backward")
 
-    if arguments.billion is not None:
-        log = (arguments.billion / "log.jsonl").read_text().splitlines()
-        results["billion"] = json.loads((arguments.billion / "result.json").read_text())
-        results["billion_log"] = [json.loads(line) for line in log]
-        results["billion"]["steady_seconds_per_token"] = steady_seconds_per_token(results["billion_log"])
-        keep()
-    if not arguments.report:
-        with Progress(console=console) as progress:
-            for which in arguments.only or PARTS:
-                _measure(which, PARTS[which], results, progress, arguments.quick, arguments.again, keep)
-    write_report(results, results["machine"], arguments.into, console)
+    run.each(("1", "10", "100") if run.quick else ("1", "10", "100", "1000", "10000"), measure)
 
 
-def _measure(
-    which: str,
-    part: Part,
-    results: dict[str, Any],
-    progress: Progress,
-    quick: bool,
-    again: bool,
-    keep: Callable[[], None],
-) -> None:
-    names = part.quick if quick else part.names
-    if again:
-        results[which] = {}
-    known = results.setdefault(which, {})
-    for name in progress.track(names, description=which):
-        if name not in known:
-            known[name] = part.measure(name)
-            keep()
+def reality(run: Measuring) -> None:
+    run.each(("2",) if run.quick else ("2", "4", "8"), lambda name: measure_reality(int(name)))
 
 
-if __name__ == "__main__":
-    main()
+def planned(
+    measure: Callable[[int], dict[str, Any]], names: tuple[str, ...], quick: tuple[str, ...]
+) -> Callable[[Measuring], None]:
+    """A part that only plans rings of these sizes."""
+    return lambda run: run.each(quick if run.quick else names, lambda name: measure(int(name)))
+
+
+def _command(*arguments: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run_python("-m", "ringspan", *arguments, "--json", threads=None))
+    return found
+
+
+def pattern_of(tokens: int) -> rs.Dilated:
+    """Segments of 256, and the whole sequence at a rate of 32."""
+    return rs.Dilated((256, tokens), (1, 32))
+
+
+def measure_reality(ranks: int) -> dict[str, Any]:
+    """Bytes sent and memory growth of the first and the last rank, forward and backward: real and rehearsed."""
+    return {"ranks": ranks, "lines": [line for size in REALITY_SIZES for line in _lines(ranks, *size)]}
+
+
+def _lines(ranks: int, tokens: int, dim: int) -> Iterator[dict[str, Any]]:
+    """Medians over the repetitions: the C library sometimes retains a freed buffer."""
+    repeated = [list(_measured(ranks, tokens, dim)) for _ in range(REALITY_REPEATS)]
+    for same_rank in zip(*repeated, strict=True):
+        growths = {name: statistics.median(x[name] for x in same_rank) for name in ("real_growth", "rehearsed_growth")}
+        yield same_rank[0] | growths
+
+
+def _measured(ranks: int, tokens: int, dim: int) -> Iterator[dict[str, Any]]:
+    real = run_local_ranks(ranks, _real_rank, tokens, dim)
+    plan = rs.plan(
+        pattern_of(tokens), tokens, ring_size=ranks, layout="zigzag", causal=True, heads=REALITY_HEADS, head_dim=dim
+    )
+    chosen = {"first": 0, "last": ranks - 1}
+    rehearsed = rehearse_ring(
+        plan, chosen, Network(bandwidth=25e9), torch.float32, backward=True, threads=1, timeout_seconds=600
+    )
+    for rank in rehearsed.ranks.values():
+        assert rank.backward is not None
+        yield {
+            "tokens": tokens,
+            "dim": dim,
+            "rank": rank.rank,
+            "real_bytes": real[rank.rank][0],
+            "rehearsed_bytes": rank.forward.bytes_sent + rank.backward.bytes_sent,
+            "real_growth": real[rank.rank][1],
+            "rehearsed_growth": rank.peak_growth,
+        }
+
+
+def _real_rank(tokens: int, dim: int) -> tuple[int, int]:
+    ring = rs.Ring(layout="zigzag")
+    rows = ring.layout_of(tokens).rows_of(ring.rank)
+    torch.manual_seed(ring.rank)  # every process starts with the same seed
+
+    def step() -> None:
+        q, k, v = (torch.randn(1, rows, REALITY_HEADS, dim).requires_grad_() for _ in range(3))
+        out = rs.attention(q, k, v, pattern=pattern_of(tokens), causal=True, ring=ring)
+        out.backward(torch.ones_like(out))
+
+    rs.attention(*torch.ones(3, 1, 4, 1, dim), pattern=rs.Full())  # one-time setup is not counted
+    growth = Cpu().peak_growth(step)[1]
+    return ring.counters.bytes_sent, growth
+
+
+SUITE = Suite(
+    "docs/scale.md",
+    {
+        "billion": billion,
+        "growth": growth,
+        "warm": warm,
+        "rings": rings,
+        "reality": reality,
+        "communication": planned(communication, ("8", "64", "1024"), ("8", "64")),
+        # Every rank is planned, six times over: 1,024 of them take too long.
+        "nodes": planned(nodes, ("8", "16", "64"), ("8",)),
+        "walls": planned(hardware_limits, ("8", "64", "1024"), ("8", "64")),
+    },
+    report,
+    options={"run": ""},
+)

@@ -1,6 +1,6 @@
-"""Small copies of Transformers model types, and how ringspan's attention compares with eager attention in each.
+"""Small versions of Transformers models, and the comparison of ringspan's attention with eager attention in each.
 
-Knows sizes and inputs by the names that configurations and forward methods use, and nothing about single models.
+Sizes and inputs are chosen by the names of configuration fields and arguments; no model has code of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ringspan.integrations.transformers import register
 Verdict = Literal["equal", "refused", "not used", "different", "not built"]
 TOKENS, PADDED, VOCABULARY = 24, 7, 99
 LARGEST = 100_000_000  # parameters
-# By the names that configurations use; a number that is smaller already stays.
+# By the names of configuration fields. Smaller values are kept.
 WIDTHS: dict[str, int] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "model_dim", "hidden_dim"), 64),
     **dict.fromkeys(("encoder_hidden_dim", "decoder_hidden_size", "encoder_hidden_size", "d_embed"), 64),
@@ -56,7 +56,7 @@ COUNTS: dict[str, int] = {
 }
 IMAGES: dict[str, int] = {**dict.fromkeys(("image_size", "img_size"), 32), "patch_size": 8}
 WIDE_HEADS = {**WIDTHS, **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embed_dim"), 512)}
-# Smallest first: some models fix what their sizes must add up to.
+# Smallest first: some models constrain how their sizes relate.
 SIZES: tuple[dict[str, int], ...] = (
     {**COUNTS, **WIDTHS, **HEAD_WIDTHS, **IMAGES},
     {**COUNTS, **WIDTHS, **HEAD_WIDTHS, **IMAGES, "num_key_value_heads": 4, "head_dim": 8},
@@ -70,8 +70,8 @@ TASKS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "
 
 
 @dataclass(frozen=True)
-class Found:
-    """One model class: the verdict, and why."""
+class ModelComparison:
+    """The verdict on one model class, with its reason."""
 
     kind: str
     model: str
@@ -80,7 +80,7 @@ class Found:
 
 
 def model_classes(kind: str) -> list[str]:
-    """Language models of a type, by every task that it has; the bare model where it has none."""
+    """The language models of a type, for each of its tasks; the base model if it has none."""
     tables = [getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES") for task in TASKS]
     found = [name for table in tables for name in _names(table, kind)]
     return list(dict.fromkeys(found)) or _names(modeling_auto.MODEL_MAPPING_NAMES, kind)[:1]
@@ -99,15 +99,15 @@ def _names(table: dict[str, Any], kind: str) -> list[str]:
     return [found] if isinstance(found, str) else list(found)
 
 
-def compare(kind: str, model_class: str, **changes: Any) -> Found:
+def compare(kind: str, model_class: str, **changes: Any) -> ModelComparison:
     """Eager attention against ringspan's `Full()`: same weights, same inputs, fp32."""
 
-    def found(verdict: Verdict, reason: str) -> Found:
-        return Found(kind, model_class, verdict, reason)
+    def found(verdict: Verdict, reason: str) -> ModelComparison:
+        return ModelComparison(kind, model_class, verdict, reason)
 
     errors: list[Exception] = []
     for sizes in SIZES:
-        with _kept_in(errors):  # whatever a model finds wrong with its sizes or inputs
+        with _kept_in(errors):  # a model may reject its sizes or inputs in any way
             config = partial(_small_config, kind, model_class, sizes, changes)
             eager = _model(config, model_class, "eager")
             inputs = _fitting_inputs(eager)
@@ -120,25 +120,25 @@ def compare(kind: str, model_class: str, **changes: Any) -> Found:
     except Exception as error:
         return found("refused", _sentence(error))
     ours.load_state_dict(eager.state_dict())
-    apart = 0.0
+    difference = 0.0
     for name, batch in _batches(inputs).items():
         try:
             wanted = _outputs(eager, batch)
-        except Exception:  # a model that takes no mask
+        except Exception:  # the model takes no mask
             continue
         try:
-            apart = max(apart, _apart(wanted, _outputs(ours, batch), batch))
+            difference = max(difference, _difference(wanted, _outputs(ours, batch), batch))
         except Exception as error:
             return found("refused", _sentence(error))
-        if not apart <= _allowed(wanted):
-            return found("different", f"{name}: by {apart:.1e}")
+        if not difference <= _allowed(wanted):
+            return found("different", f"{name}: by {difference:.1e}")
     if not calls:
         return found("not used", "never calls ringspan")
-    return found("equal", f"within {apart:.0e}")
+    return found("equal", f"within {difference:.0e}")
 
 
 def _register_counted() -> list[None]:
-    """Register ringspan's attention; the list that comes back grows by one with each call."""
+    """Register ringspan's attention. The returned list grows by one with each call."""
     register(pattern=rs.Full())
     calls: list[None] = []
     attention = AttentionInterface()["ringspan"]
@@ -152,13 +152,13 @@ def _register_counted() -> list[None]:
 
 
 def _fitting_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Inputs that a model takes."""
+    """The first candidate inputs that a model accepts."""
     errors: list[Exception] = []
     for inputs in _candidate_inputs(model):
         with _kept_in(errors):
             _outputs(model, inputs)
             return inputs
-    raise errors[0] if errors else ValueError("no input is known for its forward method")
+    raise errors[0] if errors else ValueError("no known input fits its forward method")
 
 
 def _model(config: Callable[[], Any], model_class: str, attention: str) -> PreTrainedModel:
@@ -174,7 +174,7 @@ def _model(config: Callable[[], Any], model_class: str, attention: str) -> PreTr
 
 
 def _randomize(model: nn.Module) -> None:
-    """Weights large enough that attention matters; also those that begin at zero."""
+    """Randomize all weights, including those initialized to zero, large enough for attention to matter."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in model.parameters():
@@ -193,7 +193,7 @@ def _small_config(kind: str, model_class: str, sizes: dict[str, int], changes: d
 
 
 def _small_settings(default: Any, sizes: dict[str, int]) -> dict[str, Any]:
-    """Arguments for a small configuration like a default one, and for those it is made of."""
+    """Arguments for a small version of a configuration and of its sub-configurations."""
     given = default.to_dict()
     numbers = {name: x for name, x in given.items() if isinstance(x, (int, float)) and not isinstance(x, bool)}
     settings: dict[str, Any] = {name: sizes[name] for name, x in numbers.items() if x > sizes.get(name, x)}
@@ -203,7 +203,7 @@ def _small_settings(default: Any, sizes: dict[str, int]) -> dict[str, Any]:
     settings |= {name: min(x, VOCABULARY - 1) for name, x in numbers.items() if name.endswith("token_id")}
     settings |= {name: 2 * TOKENS for name in WINDOWS if name in numbers}
     layers = numbers.get("num_hidden_layers")
-    for name, value in given.items():  # what each layer is: each kind once
+    for name, value in given.items():  # layer types: each kind once
         if isinstance(value, list) and len(value) == layers and isinstance(value[0], str):
             kinds = list(dict.fromkeys(value))
             settings[name] = kinds * (2 if len(kinds) == 1 else 1)
@@ -216,7 +216,7 @@ def _small_settings(default: Any, sizes: dict[str, int]) -> dict[str, Any]:
 
 
 def _candidate_inputs(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
-    """Inputs that a model may take, the likeliest first."""
+    """Inputs that a model may accept, the most likely first."""
     generator = torch.Generator().manual_seed(1)
     names = set(inspect.signature(model.forward).parameters)
     ids = torch.randint(10, VOCABULARY - 10, (3, TOKENS), generator=generator)
@@ -253,7 +253,7 @@ def _candidate_inputs(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
 
 
 def _batches(inputs: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """The inputs, the same with the last token changed, and padded on either side."""
+    """The inputs, the inputs with the last token changed, and padded inputs on either side."""
     found = {"plain": inputs}
     if "input_ids" in inputs:
         changed = inputs["input_ids"].clone()
@@ -269,7 +269,7 @@ def _batches(inputs: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 def _outputs(model: PreTrainedModel, inputs: dict[str, Tensor]) -> list[Tensor]:
     names = inspect.signature(model.forward).parameters
     more = {"use_cache": False} if "use_cache" in names else {}
-    torch.manual_seed(0)  # a few models draw at random, also in evaluation
+    torch.manual_seed(0)  # a few models sample even in eval mode
     with torch.no_grad():
         out = model(**inputs, **more)
     return [x for x in _tensors(out) if x.is_floating_point() and x.numel()]
@@ -286,22 +286,22 @@ def _tensors(out: Any) -> Iterator[Tensor]:
             yield from _tensors(part)
 
 
-def _apart(wanted: list[Tensor], found: list[Tensor], batch: dict[str, Tensor]) -> float:
-    """The largest difference, relative to the largest value; rows that are padding do not count."""
+def _difference(wanted: list[Tensor], found: list[Tensor], batch: dict[str, Tensor]) -> float:
+    """The largest difference relative to the largest value, without padding rows."""
     mask = batch.get("attention_mask")
-    apart = 0.0
+    difference = 0.0
     for mine, theirs in zip(found, wanted, strict=True):
         if mask is not None:
             if mine.shape[:2] != mask.shape:
                 continue
             mine, theirs = mine[mask.bool()], theirs[mask.bool()]  # noqa: PLW2901
-        difference = (mine - theirs).abs().nan_to_num(nan=torch.inf).max().item()
-        apart = max(apart, difference / max(1.0, theirs.abs().nan_to_num().max().item()))
-    return apart
+        absolute = (mine - theirs).abs().nan_to_num(nan=torch.inf).max().item()
+        difference = max(difference, absolute / max(1.0, theirs.abs().nan_to_num().max().item()))
+    return difference
 
 
 def _allowed(outputs: list[Tensor]) -> float:
-    """Many models round to fp32 on their way, in norms and rotary embeddings, whatever their weights are."""
+    """Many models round to fp32 in norms and rotary embeddings, whatever the dtype of their weights."""
     return 100 * torch.finfo(torch.float32).eps
 
 

@@ -1,71 +1,64 @@
-"""Training, measured: long sequences, memory, speed, curves, resuming, and whether context helps.
+"""Training: long sequences, memory, speed-up, learning curves, resuming, and the gain from context.
 
-    python -m benchmarks.training                # everything, about forty minutes on two cores
-    python -m benchmarks.training --only curves  # one part; the others keep their last results
-    python -m benchmarks.training --quick        # short runs, a few minutes: does it run? Nothing is written.
-
-Every run is the command line's own, started by torchrun. Writes benchmarks/results/training.json,
-docs/training_results.md and its figures.
+Every run is the command `ringspan train`, started by torchrun.
 """
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import json
 import os
 import shutil
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable
+import statistics
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import Progress
-
-from benchmarks.training_report import write_report
-from ringspan.tools.measure import describe_machine, one_line
+from benchmarks.suite import (
+    MIB,
+    Measuring,
+    Page,
+    Picture,
+    Results,
+    Rows,
+    Suite,
+    Table,
+    empty_figure,
+    run_python,
+    yes,
+)
 from ringspan.train.metrics import read_metrics
 
-ROOT = Path(__file__).parent.parent
-LENGTHEN = ["--tokens", "64k", "--steps", "1525"]  # how the preset "laptop" ends
-ROUNDS = 3  # of one rank and two in turn
+LENGTHEN = ["--tokens", "64k", "--steps", "1525"]  # the last steps of the preset "laptop"
+ROUNDS = 3  # one rank and two ranks take turns
 SMALL = ("--model", "nano", "--tokens", "4096", "--segment-lengths", "256,4096", "--dilation-rates", "1,16")
 
-Rows = list[dict[str, Any]]
+Steps = list[dict[str, Any]]
 
 
-def train(ranks: int, out: Path, *flags: str) -> Rows:
-    """Run `ringspan train` on this many ranks, with one thread each; the figures of its steps."""
+def train(ranks: int, out: Path, *flags: str) -> Steps:
+    """Run `ringspan train` with one thread per rank, and return the metrics of its steps."""
     torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-    run([*torchrun, "-m", "ringspan", "train", "--out", str(out), *flags])
+    run_python(*torchrun, "-m", "ringspan", "train", "--out", str(out), *flags)
     return read_metrics(out)
 
 
-def run(arguments: list[str], threads: int = 1) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    done = subprocess.run(
-        [sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False, cwd=ROOT
-    )
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(arguments)} ended with {done.returncode}:\n{done.stderr[-4000:]}")
-    return done.stdout
-
-
-def long_sequences(folder: Path, quick: bool) -> dict[str, Any]:
-    """A quarter of a million tokens in one sequence: 20 steps on two ranks; memory of one rank beside it."""
+def long_sequences(measuring: Measuring) -> dict[str, Any]:
+    """262,144 tokens in one sequence: 20 steps on two ranks, and the memory of one rank for comparison."""
+    folder, quick = measuring.folder, measuring.quick
     flags = ["--preset", "long", *(["--tokens", "16k", "--steps", "3"] if quick else [])]
     return {
         "two": train(2, folder / "two", *flags),
         "one": train(1, folder / "one", *flags, "--steps", "2"),
-        "needs": [json.loads(run(["-m", "ringspan", "train", *flags, "--dry-run", "--ranks", str(k), "--json"]))
-                  for k in (1, 2)],
-    }  # fmt: skip
+        "needs": [
+            json.loads(run_python("-m", "ringspan", "train", *flags, "--dry-run", "--ranks", str(k), "--json"))
+            for k in (1, 2)
+        ],
+    }
 
 
-def learning(folder: Path, quick: bool) -> dict[str, Any]:
-    """Ten minutes on Python's own sources, short sequences first; then with context and pattern cut."""
+def learning(measuring: Measuring) -> dict[str, Any]:
+    """Ten minutes on Python's sources, short sequences first; then evaluation with less context and fewer branches."""
+    folder, quick = measuring.folder, measuring.quick
     short = ["--steps", "3", "--save-every", "1"] if quick else []
     long = ["--steps", "4", "--tokens", "8k"] if quick else LENGTHEN
     train(2, folder / "run", "--preset", "laptop", *short)
@@ -81,14 +74,15 @@ def learning(folder: Path, quick: bool) -> dict[str, Any]:
 
 
 def evaluate(folder: Path, *flags: str) -> dict[str, Any]:
-    """Run `ringspan evaluate`, with all threads."""
-    command = ["-m", "ringspan", "evaluate", str(folder), *flags, "--json"]
-    found: dict[str, Any] = json.loads(run(command, threads=os.cpu_count() or 1))
+    """Run `ringspan evaluate` with all threads."""
+    command = ("-m", "ringspan", "evaluate", str(folder), *flags, "--json")
+    found: dict[str, Any] = json.loads(run_python(*command, threads=os.cpu_count() or 1))
     return found
 
 
-def curves(folder: Path, quick: bool) -> Rows:
-    """The losses of 50 steps from one seed, on rings of 1, 2 and 4."""
+def curves(measuring: Measuring) -> Steps:
+    """The losses of 50 steps from one seed, on rings of 1, 2 and 4 ranks."""
+    folder, quick = measuring.folder, measuring.quick
     found = []
     for dtype in ("float64", "float32"):
         for ranks in (1, 2, 4):
@@ -98,8 +92,9 @@ def curves(folder: Path, quick: bool) -> Rows:
     return found
 
 
-def speed(folder: Path, quick: bool) -> Rows:
-    """Tokens per second of whole steps, one rank and two in turn; the first step of each run warms up."""
+def speed(measuring: Measuring) -> Steps:
+    """Tokens per second of whole steps, one rank and two in turns. The first step of each run warms up."""
+    folder, quick = measuring.folder, measuring.quick
     flags = ["--preset", "long", "--steps", "4", *(["--tokens", "16k"] if quick else [])]
     return [
         dict(round=number, ranks=ranks, seconds=[step["seconds"] for step in done[1:]], tokens=done[0]["tokens"])
@@ -109,12 +104,13 @@ def speed(folder: Path, quick: bool) -> Rows:
     ]
 
 
-def resuming(folder: Path, quick: bool) -> dict[str, Any]:
-    """Stop at step 20, resume, and compare step 40 with a run that was not stopped, bit by bit."""
+def resuming(measuring: Measuring) -> dict[str, Any]:
+    """Stop at step 20, resume, and compare step 40 with a run that was not stopped, bit for bit."""
+    folder, quick = measuring.folder, measuring.quick
     stop, steps = (2, 4) if quick else (20, 40)
     flags = [*SMALL, "--steps", str(steps), "--save-every", str(stop)]
     whole = train(2, folder / "whole", *flags)
-    # As if the run had been killed after the checkpoint: what came later is removed, and it goes on from there.
+    # As if the run had been killed right after its first checkpoint: later ones are deleted, and it resumes.
     train(2, folder / "cut", *flags)
     for late in sorted((folder / "cut/checkpoints").iterdir())[1:]:
         shutil.rmtree(late)
@@ -128,38 +124,166 @@ def resuming(folder: Path, quick: bool) -> dict[str, Any]:
     }
 
 
-PARTS: dict[str, Callable[[Path, bool], Any]] = {
-    "long": long_sequences,
-    "learning": learning,
-    "curves": curves,
-    "speed": speed,
-    "resuming": resuming,
-}
+def report(results: Results) -> Page:
+    learning, long = results["learning"], results["long"]
+    steps = learning["steps"]
+    long_text = (
+        "`ringspan train --preset long`, one thread per rank. Memory is the peak of a process, including Python and "
+        "torch. The prediction of `--dry-run` excludes them."
+    )
+    speed_text = (
+        f"Whole steps of the same preset, one rank and two in turns. Speed-up: "
+        f"**{overall_speed_up(results['speed'])}**. Required: at least 1.8 x."
+    )
+    learning_text = (
+        "`ringspan train --preset laptop` on Python's sources, two ranks, then the last steps with 64K tokens "
+        f"(`--resume auto --tokens 64k --steps {len(steps)}`): {len(steps)} steps, "
+        f"{sum(step['seconds'] for step in steps) / 60:.1f} minutes. `ringspan evaluate` then gives bits per byte on "
+        "held-out text with shorter contexts; every context is scored on the same bytes. A bigram model has "
+        f"{learning['bigram']:.3f}."
+    )
+    reach_text = (
+        "Checkpoints of the same run, over 4,096 bytes of context, with parts of the pattern (`ringspan evaluate "
+        "--step N --contexts 4k`): the shortest segments at a quarter, at half and in full, then one more branch each "
+        "time. Bits per byte with the whole pattern, and the gain of each step outwards."
+    )
+    curve_text = (
+        "50 steps from one seed on rings of 1, 2 and 4 ranks: the largest difference of a loss (nats) from that of one "
+        "rank. Required: within 1e-9 in fp64."
+    )
+    return Page(
+        "Training, measured",
+        "Runs of `ringspan train` on local processes: memory, speed-up, learning, and exact resuming.",
+        "python -m benchmarks training",
+        f"Machine: {results.machine}",
+        [
+            training_picture(results),
+            Table("262,144 tokens in one sequence", long_table(long), long_text),
+            Table("Two ranks against one", speed_table(results["speed"]), speed_text),
+            Table("Ten minutes of training", context_table(learning["scores"]), learning_text),
+            Table("How far the model looks", reach_table(learning["progress"]), reach_text),
+            Table("The same curve on every ring", curve_table(results["curves"]), curve_text),
+            Table(
+                "Resuming",
+                resume_table(results["resuming"]),
+                "A run of two ranks that resumes from a checkpoint, compared with one that was never stopped.",
+            ),
+        ],
+    )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="short runs; nothing is written")
-    parser.add_argument("--only", choices=PARTS, action="append", help="run these parts; others keep their results")
-    arguments = parser.parse_args()
-    stored = ROOT / "benchmarks/results/training.json"
-    results: dict[str, Any] = json.loads(stored.read_text()) if arguments.only and stored.exists() else {}
-    results["machine"] = describe_machine()
-    console = Console()
-    wanted = arguments.only or list(PARTS)
-    with Progress(console=console) as progress, tempfile.TemporaryDirectory() as folder:
-        bar = progress.add_task("", total=len(wanted))
-        for name in wanted:
-            progress.update(bar, description=name)
-            results[name] = PARTS[name](Path(folder) / name, arguments.quick)
-            progress.advance(bar)
-            if not arguments.quick:
-                stored.write_text(json.dumps(results) + "\n")
-    if arguments.quick:
-        console.print_json(json.dumps(results))
-        return
-    write_report(results, one_line(results["machine"]), ROOT, console)
+def long_table(found: dict[str, Any]) -> Rows:
+    cells: Rows = [["ranks", "steps", "memory per rank", "predicted", "first loss", "last loss"]]
+    for ranks, name, needs in ((1, "one", found["needs"][0]), (2, "two", found["needs"][1])):
+        steps = found[name]
+        cells.append(
+            [
+                str(ranks),
+                str(len(steps)),
+                f"{steps[-1]['peak_bytes'] / MIB:,.0f} MiB",
+                f"{needs['bytes']['total'] / MIB:,.0f} MiB",
+                f"{steps[0]['bits_per_byte']:.3f} bits/byte",
+                f"{steps[-1]['bits_per_byte']:.3f} bits/byte",
+            ]
+        )
+    return cells
 
 
-if __name__ == "__main__":
-    main()
+def speed_table(rows: list[dict[str, Any]]) -> Rows:
+    cells: Rows = [["round", "ranks", "seconds per step", "tokens/s"]]
+    for row in rows:
+        seconds = statistics.median(row["seconds"])
+        cells.append([str(row["round"] + 1), str(row["ranks"]), f"{seconds:.2f}", f"{row['tokens'] / seconds:,.0f}"])
+    return cells
+
+
+def overall_speed_up(rows: list[dict[str, Any]]) -> str:
+    """Ratio of the medians over all rounds, and the ratio of each round."""
+    seconds: dict[int, list[float]] = {1: [], 2: []}
+    rounds: dict[int, dict[int, float]] = {}
+    for row in rows:
+        seconds[row["ranks"]] += row["seconds"]
+        rounds.setdefault(row["round"], {})[row["ranks"]] = statistics.median(row["seconds"])
+    each = ", ".join(f"{found[1] / found[2]:.2f}" for found in rounds.values())
+    return f"{statistics.median(seconds[1]) / statistics.median(seconds[2]):.2f} x (by rounds: {each})"
+
+
+def context_table(scores: list[dict[str, Any]]) -> Rows:
+    cells: Rows = [["context", "bits per byte", "gain over the shortest"]]
+    for row in scores:
+        better = f"{row['gain']:+.4f} ± {row['standard_error']:.4f}" if row is not scores[0] else ""
+        cells.append([f"{row['context']:,}", f"{row['bits_per_byte']:.4f}", better])
+    return cells
+
+
+def reach_table(progress: list[dict[str, Any]]) -> Rows:
+    names = [f"{row['segments'][-1]:,}" for row in progress[0]["branches"]]
+    cells = [["steps", "bits per byte", *(f"{a} → {b}" for a, b in itertools.pairwise(names))]]
+    for stage in progress:
+        bits = [row["bits_per_byte"] for row in stage["branches"]]
+        worth = [f"{nearer - farther:+.4f}" for nearer, farther in itertools.pairwise(bits)]
+        cells.append([str(stage["step"]), f"{bits[-1]:.4f}", *worth])
+    return cells
+
+
+def curve_table(rows: list[dict[str, Any]]) -> Rows:
+    cells: Rows = [["dtype", "ranks", "first loss", "last loss", "largest difference"]]
+    for row in rows:
+        alone = next(each for each in rows if each["dtype"] == row["dtype"] and each["ranks"] == 1)
+        apart = max(abs(a - b) for a, b in zip(row["losses"], alone["losses"], strict=True))
+        losses = [f"{row['losses'][i]:.6f}" for i in (0, -1)]
+        cells.append([row["dtype"], str(row["ranks"]), *losses, f"{apart:.1e}" if row is not alone else ""])
+    return cells
+
+
+def resume_table(found: dict[str, Any]) -> Rows:
+    return [
+        ["stopped at", "steps", "same loss at every step", "same weights, bit for bit"],
+        [str(found["stopped_at"]), str(found["steps"]), yes(found["same_losses"]), yes(found["same_weights"])],
+    ]
+
+
+def training_picture(results: Results) -> Picture:
+    figure, (long, learning, contexts, rings) = empty_figure(2, 2, (11, 7.5))
+    steps = results["long"]["two"]
+    long.plot([s["number"] + 1 for s in steps], [s["bits_per_byte"] for s in steps], marker=".")
+    long.set(title=f"{steps[0]['tokens']:,} tokens in a sequence, two ranks", xlabel="step", ylabel="bits per byte")
+    steps, bigram = results["learning"]["steps"], results["learning"]["bigram"]
+    minutes = [seconds / 60 for seconds in itertools.accumulate(step["seconds"] for step in steps)]
+    bits = [step["bits_per_byte"] for step in steps]
+    learning.plot(minutes, bits, alpha=0.25, linewidth=0.8)
+    around = [statistics.mean(bits[max(0, i - 12) : i + 13]) for i in range(len(bits))]
+    learning.plot(minutes, around, color="tab:blue", label="mean of 25 steps")
+    learning.legend(frameon=False)
+    learning.axhline(bigram, color="gray", linestyle="--")
+    learning.annotate("bigram", (minutes[-1], bigram), va="bottom", ha="right", color="gray")
+    learning.set(title="Ten minutes on Python's sources", xlabel="minutes", ylabel="bits per byte")
+    scores = results["learning"]["scores"]
+    contexts.errorbar(
+        [s["context"] for s in scores],
+        [s["gain"] for s in scores],
+        [2 * s["standard_error"] for s in scores],
+        marker="o",
+        capsize=3,
+    )
+    contexts.set_xscale("log", base=2)
+    contexts.set(
+        title="Gain from context (± 2 standard errors)",
+        xlabel="context (bytes)",
+        ylabel="gain over the shortest (bits per byte)",
+    )
+    contexts.set_xticks([s["context"] for s in scores], [f"{s['context'] // 1024}K" for s in scores])
+    for row, style in zip([r for r in results["curves"] if r["dtype"] == "float32"], ("-", "--", ":"), strict=True):
+        rings.plot(row["losses"], style, linewidth=5 - row["ranks"], label=f"{row['ranks']} rank(s)")
+    rings.set(title="One seed, three ring sizes, fp32", xlabel="step", ylabel="loss (nats)")
+    rings.legend(frameon=False)
+    figure.supxlabel(results.machine, fontsize=8, color="gray")
+    caption = "Losses of a long and of a ten-minute run, the gain from context, and losses on three ring sizes."
+    return Picture("training", figure, caption)
+
+
+SUITE = Suite(
+    "docs/training_results.md",
+    {"long": long_sequences, "learning": learning, "curves": curves, "speed": speed, "resuming": resuming},
+    report,
+)

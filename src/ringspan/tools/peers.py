@@ -103,7 +103,7 @@ def branch_counter(pattern: Dilated, heads: int, *, causal: bool) -> Callable[[T
     return count
 
 
-class Attention(Protocol):
+class GroupAttention(Protocol):
     """What `--attention` points at."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor: ...

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ringspan.geometry import Dilated, Full
 from ringspan.tools.bench.cases import BenchCase
-from ringspan.tools.bench.trials import TrialLimits, Trial
+from ringspan.tools.bench.trials import Trial, TrialLimits
 
 ROOMY = TrialLimits(memory_bytes=2**30, seconds=600.0)
 SMALL = BenchCase("ringspan", Dilated((64, 256), (1, 4)), 256, 1, True, "contiguous", "float32", 2, 16, True)

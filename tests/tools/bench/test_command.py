@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 from typer.testing import CliRunner
 
 from ringspan.cli.app import app
+from tests.ranks import starts_processes
 
 BENCH = [sys.executable, "-m", "ringspan", "bench"]
 TINY = ["--pattern", "64x1,256x4", "--heads", "2", "--dim", "16", "--ranks", "1", "--rounds", "1"]
@@ -36,7 +36,7 @@ def test_json_alone_on_stdout_and_going_on_after_an_interruption(tmp_path: Path)
     lines = (tmp_path / "bench.jsonl").read_bytes()
     (tmp_path / "bench.jsonl").write_bytes(lines[:-40])  # as if the run had been killed while it wrote its last line
     again = bench(*out)
-    assert "Going on" in again.stderr
+    assert "Continuing" in again.stderr
     trials = json.loads(again.stdout)["trials"]
     assert trials[0] == document["trials"][0]  # not run again
     assert trials[1]["wall_seconds"] != document["trials"][1]["wall_seconds"]  # run again
@@ -47,10 +47,10 @@ def test_nothing_fits_is_a_report_and_not_a_success(tmp_path: Path) -> None:
     found = bench("--tokens", "256", "--memory", "1MiB", "--out", str(tmp_path), "--json")
     assert found.returncode == 1
     (trial,) = json.loads(found.stdout)["trials"]
-    assert (trial["outcome"], trial["reason"]) == ("refused", "planned to need 64 MiB; 1 MiB are allowed")
+    assert (trial["outcome"], trial["reason"]) == ("refused", "planned to need 64 MiB; 1 MiB allowed")
 
 
-@pytest.mark.xdist_group("processes")
+@starts_processes
 def test_interrupted_it_leaves_nothing_running(tmp_path: Path) -> None:
     slow = ["--pattern", "full", "--ranks", "2", "--tokens", "256k", "--memory", "8GiB", "--out", str(tmp_path)]
     process = subprocess.Popen(
@@ -90,9 +90,9 @@ def test_dry_run_lists_cases_and_obstacles() -> None:
     small, large = json.loads(found.stdout)["cases"]
     assert small["obstacle"] == ""
     assert small["memory_bytes"] > 64 * 2**20
-    assert large["obstacle"].endswith("1,024 MiB are allowed")
+    assert large["obstacle"].endswith("1,024 MiB allowed")
 
 
 def test_help_shows_examples() -> None:
     found = subprocess.run([*BENCH, "--help"], capture_output=True, text=True, check=True)
-    assert "ringspan bench --suite results --quick" in found.stdout
+    assert "ringspan bench hilbert --quick" in found.stdout

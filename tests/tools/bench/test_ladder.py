@@ -9,7 +9,7 @@ import pytest
 import ringspan as rs
 from ringspan.tools.bench.cases import BenchCase, case_from_json, make_cases
 from ringspan.tools.bench.ladder import BenchSettings, TrialStore, run_cases
-from ringspan.tools.bench.trials import TrialLimits, Trial
+from ringspan.tools.bench.trials import Trial, TrialLimits
 from tests.tools.bench.examples import ROOMY, case, measured
 
 Run = Callable[[BenchCase, int, TrialLimits, int], Trial]
@@ -73,7 +73,7 @@ def test_what_the_plan_says_will_not_fit_is_refused_before_anything_starts(store
     trials = list(run_cases([fits, large], tight, store, run=recorder))
     assert recorder.asked == [("ringspan", 256, 1)]
     assert trials[1].outcome == "refused"
-    assert trials[1].reason == "planned to need 1,096 MiB; 65 MiB are allowed"
+    assert trials[1].reason == "planned to need 1,096 MiB; 65 MiB allowed"
     assert not trials[1].ran
 
 
@@ -86,7 +86,7 @@ def test_others_are_refused_by_how_they_grew(store: TrialStore) -> None:
     cases = [case("sdpa", tokens, full=True) for tokens in (256, 512, 1024, 2048)]
     trials = list(run_cases(cases, BenchSettings(TrialLimits(17 * 2**20, 60.0), rounds=1), store, run=Recorder(answer)))
     assert [trial.outcome for trial in trials] == ["measured", "measured", "measured", "refused"]
-    assert trials[-1].reason == "expected to need 64 MiB; 17 MiB are allowed"
+    assert trials[-1].reason == "expected to need 64 MiB; 17 MiB allowed"
 
 
 def test_what_would_take_far_too_long_is_refused(store: TrialStore) -> None:
@@ -95,7 +95,7 @@ def test_what_would_take_far_too_long_is_refused(store: TrialStore) -> None:
 
     cases = [case("sdpa", tokens, full=True) for tokens in (256, 512, 1024)]
     trials = list(run_cases(cases, BenchSettings(TrialLimits(2**30, 10.0), rounds=1), store, run=Recorder(answer)))
-    assert trials[-1].reason == "expected to take about 16 s; 10 s are allowed"
+    assert trials[-1].reason == "expected to take about 16 s; 10 s allowed"
 
 
 def test_a_peer_that_is_not_installed_is_a_row(store: TrialStore, monkeypatch: pytest.MonkeyPatch) -> None:

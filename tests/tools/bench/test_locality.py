@@ -8,7 +8,7 @@ import torch
 import ringspan as rs
 from ringspan.draw import draw_orders
 from ringspan.order.grid import ranks_of_cells
-from ringspan.tools.bench.hilbert import rows_that_travel, share_of_neighbours_seen, shortest_segment
+from ringspan.tools.bench.hilbert import rows_received, share_of_neighbours_seen, shortest_segment
 
 ORDERS = [rs.RowMajor, rs.Snake, rs.Morton, rs.Hilbert]
 
@@ -34,11 +34,11 @@ def test_the_share_is_that_of_all_pairs(order: type[rs.Hilbert], shape: tuple[in
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("ring_size", [2, 3, 5])
-def test_what_travels_is_what_others_are_near_to(order: type[rs.Hilbert], ring_size: int) -> None:
+def test_received_rows_are_those_near_a_rank(order: type[rs.Hilbert], ring_size: int) -> None:
     shape, radius = (6, 7), 2
     ranks = ranks_of_cells(order(shape), ring_size).flatten().tolist()
     wanted = {(ranks[i], j) for i, j in near_pairs(shape, radius) if ranks[i] != ranks[j]}
-    found = rows_that_travel(order(shape), ring_size, radius)
+    found = rows_received(order(shape), ring_size, radius)
     assert found == [sum(rank == r for rank, _ in wanted) for r in range(ring_size)]
 
 

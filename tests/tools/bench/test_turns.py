@@ -2,13 +2,13 @@
 
 import pytest
 
-from ringspan.tools.bench import trials
 from ringspan.tools.bench.hilbert import QUICK, Findings
 from ringspan.tools.bench.hilbert_page import _sentence
 from ringspan.tools.bench.trials import TurnTimer
+from ringspan.tools.measure import Stopwatch
 
 
-class LoadedStopwatch(trials.Stopwatch):
+class LoadedStopwatch(Stopwatch):
     """A stopwatch on a machine with a known load: so many cores during each call, and each takes a second."""
 
     loads: list[float] = []  # noqa: RUF012
@@ -20,12 +20,9 @@ class LoadedStopwatch(trials.Stopwatch):
 @pytest.mark.parametrize(
     ("loads", "most", "disturbed"), [([0.0], 0.0, 0), ([0.9, 0.05], 0.05, 0), ([0.9, 0.4, 0.6], 0.4, 1)]
 )
-def test_disturbed_calls_are_repeated_and_counted(
-    monkeypatch: pytest.MonkeyPatch, loads: list[float], most: float, disturbed: int
-) -> None:
-    monkeypatch.setattr(trials, "Stopwatch", LoadedStopwatch)
+def test_disturbed_calls_are_repeated_and_counted(loads: list[float], most: float, disturbed: int) -> None:
     LoadedStopwatch.loads = list(loads)
-    clock, calls = TurnTimer(), []
+    clock, calls = TurnTimer(LoadedStopwatch), []
     assert clock.in_turns({"call": lambda: calls.append(1)}, rounds=1, warm=False) == {"call": [1.0]}
     assert len(calls) == len(loads)
     assert (clock.most_foreign_cores, clock.disturbed) == (most, disturbed)

@@ -1,4 +1,7 @@
-"""What orders make of neighbourhoods, counted: who sees his neighbours on the grid, and how many rows travel for it."""
+"""The study of grid orders: how many neighbours see each other, how many rows a ring sends, and what ordering costs.
+
+Run as a module, it measures the permutation in a process of its own (`permutation_times`).
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,21 @@ import ringspan as rs
 from ringspan.order import GridOrder
 from ringspan.order.grid import ranks_of_cells
 from ringspan.tools.bench.summaries import Spread, spread
-from ringspan.tools.bench.trials import Clock, with_gradients, without_gradients
+from ringspan.tools.bench.trials import TurnTimer, with_gradients, without_gradients
 
-_STEPS_PER_DOUBLING = 16  # of the segment lengths that are tried
+_STEPS_PER_DOUBLING = 16  # of the segment lengths tried
+KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}  # glibc reads these at start-up
+ORDERS: Mapping[str, type[GridOrder]] = {
+    "row-major": rs.RowMajor,
+    "snake": rs.Snake,
+    "Morton": rs.Morton,
+    "Hilbert": rs.Hilbert,
+}
+Announce = Callable[[str], None]
 
 
 def share_of_neighbours_seen(order: GridOrder, segment_length: int, radius: float) -> float:
-    """Of all pairs of cells at most ``radius`` apart, the share that lies in one segment: these see each other.
+    """The share of all pairs of cells at most ``radius`` apart that are in one segment, so that they see each other.
 
     >>> from ringspan import RowMajor
     >>> share_of_neighbours_seen(RowMajor((4, 4)), 4, radius=1)
@@ -40,7 +51,7 @@ def share_of_neighbours_seen(order: GridOrder, segment_length: int, radius: floa
 
 
 def shortest_segment(order: GridOrder, share: float, radius: float) -> int:
-    """The shortest segment, tried in small steps, with which so large a share of neighbours see each other."""
+    """The shortest segment, in small steps, with which at least ``share`` of all neighbours see each other."""
     for step in itertools.count(_STEPS_PER_DOUBLING):
         length = min(order.period, round(2 ** (step / _STEPS_PER_DOUBLING)))
         if share_of_neighbours_seen(order, length, radius) >= share:
@@ -48,13 +59,13 @@ def shortest_segment(order: GridOrder, share: float, radius: float) -> int:
     raise AssertionError("one segment of all cells holds every pair")
 
 
-def rows_that_travel(order: GridOrder, ring_size: int, radius: float) -> list[int]:
-    """For each rank of a ring, how many rows of others it needs so that all pairs at most ``radius`` apart can meet.
+def rows_received(order: GridOrder, ring_size: int, radius: float) -> list[int]:
+    """For each rank, the rows of other ranks that it needs so that all pairs at most ``radius`` apart can meet.
 
     The cells are ordered once and then split into contiguous shards.
 
     >>> from ringspan import RowMajor
-    >>> rows_that_travel(RowMajor((4, 4)), 2, radius=1)
+    >>> rows_received(RowMajor((4, 4)), 2, radius=1)
     [4, 4]
     """
     cells = torch.arange(order.period).view(order.shape)
@@ -68,7 +79,7 @@ def rows_that_travel(order: GridOrder, ring_size: int, radius: float) -> list[in
 
 
 def _pairs(grid: Tensor, radius: float) -> Iterator[tuple[Tensor, Tensor]]:
-    """All pairs of cells at most ``radius`` apart, each once: two windows of the grid for each difference."""
+    """All pairs of cells at most ``radius`` apart, each once, as two windows of the grid for each offset."""
     reach = range(-math.floor(radius), math.floor(radius) + 1)
     for difference in itertools.product(reach, repeat=grid.dim()):
         if difference > (0,) * grid.dim() and sum(d * d for d in difference) <= radius * radius:
@@ -82,13 +93,10 @@ def _pairs(grid: Tensor, radius: float) -> Iterator[tuple[Tensor, Tensor]]:
                 yield here, there
 
 
-KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}  # glibc reads them at the start
-
-
 def permutation_times(
     grid: Sequence[int], heads: int, dim: int, segment: int, rounds: int, threads: int, *, keeps_memory: bool
 ) -> dict[str, Any]:
-    """Measure in a fresh process: seconds of each round by pass and by what was timed."""
+    """Run `measure` in a fresh process that keeps or returns freed memory: seconds of each round, by pass and call."""
     asked = json.dumps(dict(grid=tuple(grid), heads=heads, dim=dim, segment=segment, rounds=rounds, threads=threads))
     command = [sys.executable, "-m", "ringspan.tools.bench.hilbert", asked]
     environment = os.environ | (KEEPS_MEMORY if keeps_memory else {})
@@ -98,10 +106,10 @@ def permutation_times(
 
 
 def measure(grid: Sequence[int], heads: int, dim: int, segment: int, rounds: int, threads: int) -> dict[str, Any]:
-    """Attention over rows that lie in order; ordering one tensor and undoing it; and attention with ``order=``."""
+    """Time attention over ordered rows, ordering one tensor and undoing it, and attention with ``order=``."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    clock, order = Clock(), rs.Hilbert(tuple(grid))
+    clock, order = TurnTimer(), rs.Hilbert(tuple(grid))
     leaves = [torch.randn(1, order.period, heads, dim, requires_grad=True) for _ in range(3)]
     grad, options = torch.randn_like(leaves[0]), dict(pattern=rs.Dilated((segment,), (1,)))
     forward: dict[str, Callable[[], object]] = {
@@ -114,26 +122,13 @@ def measure(grid: Sequence[int], heads: int, dim: int, segment: int, rounds: int
         "once": lambda: torch.autograd.grad(order.undo(order.apply(leaves[0])), leaves[0], grad),
         "order=": with_gradients(leaves, grad, options | dict(order=order)),
     }
-    Clock().in_turns(both, 1)  # until memory that is kept is there
+    TurnTimer().in_turns(both, 1)  # allocates the memory that is kept
     passes = {name: clock.in_turns(calls, rounds) for name, calls in (("forward", forward), ("both", both))}
     return dict(seconds=passes, most_foreign_cores=clock.most_foreign_cores, disturbed=clock.disturbed)
 
 
-if __name__ == "__main__":
-    sys.stdout.write(json.dumps(measure(**json.loads(sys.argv[1]))))
-
-
-ORDERS: Mapping[str, type[GridOrder]] = {
-    "row-major": rs.RowMajor,
-    "snake": rs.Snake,
-    "Morton": rs.Morton,
-    "Hilbert": rs.Hilbert,
-}
-Announce = Callable[[str], None]
-
-
 @dataclass(frozen=True)
-class Scale:
+class StudyScale:
     """The sizes of the study."""
 
     grid: tuple[int, int] = (1024, 1024)
@@ -152,7 +147,7 @@ class Scale:
     grid_rounds: int = 3
 
 
-QUICK = Scale(
+QUICK = StudyScale(
     grid=(32, 32),
     radius=2,
     equal_segments=(16, 64),
@@ -169,60 +164,75 @@ QUICK = Scale(
 
 @dataclass(frozen=True)
 class Findings:
-    """What was found. Times are seconds of each round, by what was timed."""
+    """The results of the study. Times are seconds of each round, by call."""
 
-    scale: Scale
+    scale: StudyScale
     folded: list[dict[str, Any]]
     shares: dict[str, dict[int, float]]
     shortest: dict[str, int]
     shortest_seconds: dict[str, list[float]]
-    travelling: dict[str, dict[int, list[int]]]
+    received: dict[str, dict[int, list[int]]]
     permutation: list[dict[str, Any]]
     curve_seconds: list[float]
     most_foreign_cores: float
-    disturbed: int  # calls that other programs disturbed, in spite of repeats
+    disturbed: int  # calls that other programs disturbed in spite of repeats
 
-    def spread(self, figures: Sequence[float]) -> Spread:
-        """Times or their ratios, marked if other programs disturbed a call of the study."""
-        return spread(figures, disturbed=self.disturbed > 0)
+    def spread(self, numbers: Sequence[float]) -> Spread:
+        """Times or ratios, marked if other programs disturbed a call of the study."""
+        return spread(numbers, disturbed=self.disturbed > 0)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def study(scale: Scale, announce: Announce) -> Findings:
+def findings_from_json(values: dict[str, Any]) -> Findings:
+    """Inverse of `Findings.as_json` after a round trip through JSON, which turns integer keys into text."""
+
+    def with_tuples(fields: dict[str, Any]) -> dict[str, Any]:
+        return {name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()}
+
+    sizes = with_tuples(values["scale"])
+    pattern = rs.Dilated(**with_tuples(sizes.pop("pattern")))
+    nested = {
+        name: {order: {int(key): x for key, x in row.items()} for order, row in values[name].items()}
+        for name in ("shares", "received")
+    }
+    return Findings(**{**values, **nested, "scale": StudyScale(**sizes, pattern=pattern)})
+
+
+def study(scale: StudyScale, announce: Announce) -> Findings:
     """Measure everything."""
-    clock = Clock()
+    clock = TurnTimer()
     torch.manual_seed(0)
     orders = {name: order(scale.grid) for name, order in ORDERS.items()}
     announce("folded orders: with and without")
     folded = list(_folded(scale, clock))
-    announce("who sees his neighbours")
+    announce("share of neighbours that see each other")
     shares = {
         name: {w: share_of_neighbours_seen(order, w, scale.radius) for w in scale.equal_segments}
         for name, order in orders.items()
     }
-    announce(f"the shortest segment with a share of {scale.share}")
+    announce(f"shortest segment with a share of {scale.share}")
     shortest = {name: shortest_segment(order, scale.share, scale.radius) for name, order in orders.items()}
-    announce("what travels in a ring")
-    travelling = {
-        name: {k: rows_that_travel(order, k, scale.radius) for k in scale.ring_sizes} for name, order in orders.items()
+    announce("rows sent in a ring")
+    received = {
+        name: {k: rows_received(order, k, scale.radius) for k in scale.ring_sizes} for name, order in orders.items()
     }
-    announce("the time to make a curve")
+    announce("time to compute a curve")
     curve = clock.in_turns({"curve": lambda: rs.Hilbert(scale.grid).visit()}, scale.rounds)["curve"]
-    announce("the time of attention at that share")
+    announce("time of attention at that share")
     tensors = _grid_tensors(scale)
     seconds = clock.in_turns(
         {name: _attend(tensors, shortest[name], orders[name]) for name in orders}, scale.grid_rounds, warm=False
     )
-    announce("the time of the permutation")
+    announce("time of the permutation")
     del tensors
     permutation = list(_permutation(scale, shortest["Hilbert"], clock))
-    busy = (clock.most_foreign_cores, clock.disturbed)
-    return Findings(scale, folded, shares, shortest, seconds, travelling, permutation, curve, *busy)
+    load = (clock.most_foreign_cores, clock.disturbed)
+    return Findings(scale, folded, shares, shortest, seconds, received, permutation, curve, *load)
 
 
-def _folded(scale: Scale, clock: Clock) -> Iterator[dict[str, Any]]:
+def _folded(scale: StudyScale, clock: TurnTimer) -> Iterator[dict[str, Any]]:
     """The same pattern with and without a folded order, forward and backward."""
     for n in scale.lengths:
         for causal in (False, True):
@@ -236,8 +246,8 @@ def _folded(scale: Scale, clock: Clock) -> Iterator[dict[str, Any]]:
             yield dict(n=n, causal=causal, seconds=clock.in_turns(calls, scale.rounds))
 
 
-def _permutation(scale: Scale, segment: int, clock: Clock) -> Iterator[dict[str, Any]]:
-    """In a process that gives memory back, and in one that keeps it."""
+def _permutation(scale: StudyScale, segment: int, clock: TurnTimer) -> Iterator[dict[str, Any]]:
+    """In a process that returns freed memory to the system, and in one that keeps it."""
     for keeps_memory in (False, True):
         found = permutation_times(
             scale.grid,
@@ -254,12 +264,16 @@ def _permutation(scale: Scale, segment: int, clock: Clock) -> Iterator[dict[str,
             yield dict(keeps_memory=keeps_memory, mode=mode, seconds=seconds)
 
 
-def _grid_tensors(scale: Scale) -> list[Tensor]:
+def _grid_tensors(scale: StudyScale) -> list[Tensor]:
     rows = scale.grid[0] * scale.grid[1]
     return [torch.randn(1, rows, scale.grid_heads, scale.grid_dim) for _ in range(3)]
 
 
 def _attend(tensors: list[Tensor], segment: int, order: GridOrder) -> Callable[[], object]:
-    """Attention with one branch; rows that lie in row-major order need no permutation."""
+    """Attention with one branch. Row-major order needs no permutation."""
     wanted = None if isinstance(order, rs.RowMajor) else order
     return without_gradients(tensors, dict(pattern=rs.Dilated((segment,), (1,)), order=wanted))
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(measure(**json.loads(sys.argv[1]))))

@@ -1,4 +1,4 @@
-"""Plots of a benchmark. Every line has its own colour, marker and dash: it survives colour blindness and print."""
+"""Plots of a benchmark. Lines differ in colour, marker and dash, so that they remain distinct in greyscale."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 from ringspan.geometry import Full
-from ringspan.tools.bench.cases import Case
-from ringspan.tools.bench.summaries import Summary
-from ringspan.tools.bench.tables import pattern_names, title_of
+from ringspan.tools.bench.cases import BenchCase
+from ringspan.tools.bench.summaries import Summary, pattern_names, title_of
 from ringspan.tools.pages import Picture
 
-# Okabe and Ito's colours, which differ for every kind of colour vision; the marker tells them apart in grey.
+# Okabe and Ito's colours, which are distinct for every kind of colour vision.
 STYLES = {
     "ringspan": ("#0072B2", "o"),
     "simulated": ("#0072B2", "."),
@@ -28,43 +27,43 @@ STYLES = {
 }
 DISTURBED_LABEL = "disturbed by other programs"
 _DASHES = {1: "-", 2: "--", 4: "-.", 8: ":"}
-Summaries = Mapping[Case, Summary]
+Summaries = Mapping[BenchCase, Summary]
 
 
 def throughput_picture(summaries: Summaries, name: str = "throughput") -> Picture:
-    """Tokens per second over the length, a line for each implementation and number of processes."""
+    """Tokens per second by length, one line for each implementation and number of processes."""
     figure, axis = _empty()
     _draw_ladders(axis, summaries, lambda summary: summary.tokens_per_second, times=True)
     axis.set_ylabel("tokens per second (log scale)")
     axis.set_title("Throughput: higher is better", loc="left", fontsize=11)
     _finish(figure, axis)
     caption = (
-        "Tokens per second over the length of the sequence, medians. A level line: time grows with the length. A "
-        "falling line: it grows faster, as plain attention does. Dashes: how many processes. Hollow: plain attention. "
-        "Crossed out: other programs disturbed every trial."
+        "Median tokens per second by sequence length. A level line means that time grows linearly with the length; a "
+        "falling line means that it grows faster, as in plain attention. Dashes: number of processes. Hollow markers: "
+        "plain attention. Crossed out: other programs disturbed every trial."
     )
     return Picture(name, figure, caption)
 
 
 def memory_picture(summaries: Summaries, name: str = "memory") -> Picture:
-    """Peak memory of the largest rank over the length."""
+    """Peak memory of the largest rank by length."""
     figure, axis = _empty()
     _draw_ladders(axis, summaries, lambda summary: summary.rank_bytes.median / 2**20)
     axis.set_ylabel("peak memory of a rank (MiB, log scale)")
     axis.set_title("Memory: lower is better", loc="left", fontsize=11)
     _finish(figure, axis)
     caption = (
-        "Peak growth of the largest rank over the length of the sequence. Twice the processes should halve it; an "
-        "implementation whose lines for one and two processes meet keeps the whole sequence on every rank."
+        "Peak memory growth of the largest rank by sequence length. Twice the processes should halve it. If the lines "
+        "for one and two processes coincide, every rank holds the whole sequence."
     )
     return Picture(name, figure, caption)
 
 
 def _draw_ladders(
-    axis: Axes, summaries: Summaries, figure_of: Callable[[Summary], float], *, times: bool = False
+    axis: Axes, summaries: Summaries, value_of: Callable[[Summary], float], *, times: bool = False
 ) -> None:
     names = pattern_names(summaries)
-    ladders: defaultdict[Case, list[Summary]] = defaultdict(list)
+    ladders: defaultdict[BenchCase, list[Summary]] = defaultdict(list)
     for case, summary in summaries.items():
         if summary.measured:
             ladders[case.ladder].append(summary)
@@ -72,19 +71,26 @@ def _draw_ladders(
         found.sort(key=lambda summary: summary.case.tokens)
         hollow = isinstance(ladder.pattern, Full)
         label = f"{title_of(ladder)}, {names[ladder.pattern]}, {process_count(ladder.ranks)}"
-        lengths, figures = [s.case.tokens for s in found], [figure_of(s) for s in found]
-        draw_line(axis, ladder, lengths, figures, label, hollow=hollow)
+        lengths, values = [s.case.tokens for s in found], [value_of(s) for s in found]
+        draw_line(axis, ladder, lengths, values, label, hollow=hollow)
         if times:
-            cross_out(axis, lengths, figures, found)
+            cross_out(axis, lengths, values, found)
     ticks = sorted({case.tokens for case in summaries})
     log_axes(axis, ticks, [length_label(n) for n in ticks])
     axis.set_xlabel("tokens (log scale)")
 
 
 def draw_line(
-    axis: Axes, like: Case, x: Sequence[float], y: Sequence[float], label: str, *, dash: str = "", hollow: bool = False
+    axis: Axes,
+    like: BenchCase,
+    x: Sequence[float],
+    y: Sequence[float],
+    label: str,
+    *,
+    dash: str = "",
+    hollow: bool = False,
 ) -> None:
-    """A line in the colour and with the marker of its implementation, dashed by its number of processes."""
+    """A line with the colour and marker of its implementation and the dash of its number of processes."""
     colour, marker = STYLES[like.implementation]
     axis.plot(
         x,
@@ -99,7 +105,7 @@ def draw_line(
 
 
 def cross_out(axis: Axes, x: Sequence[float], y: Sequence[float], found: Sequence[Summary]) -> None:
-    """A cross over each time that other programs disturbed in every trial."""
+    """Draw a cross over each time that comes from disturbed trials only."""
     disturbed = [(a, b) for a, b, summary in zip(x, y, found, strict=True) if summary.total.disturbed]
     if disturbed:
         label = DISTURBED_LABEL if DISTURBED_LABEL not in axis.get_legend_handles_labels()[1] else None
@@ -108,7 +114,7 @@ def cross_out(axis: Axes, x: Sequence[float], y: Sequence[float], found: Sequenc
 
 
 def log_axes(axis: Axes, ticks: Sequence[int], labels: Sequence[str]) -> None:
-    """Both axes logarithmic: named ticks along x, plain numbers at 1, 2, 5, 10, .. along y."""
+    """Make both axes logarithmic, with the given ticks along x and 1, 2, 5, 10, .. along y."""
     axis.set_xscale("log", base=2)
     axis.set_xticks(ticks, labels)
     axis.set_yscale("log")
@@ -122,7 +128,7 @@ def process_count(ranks: int) -> str:
 
 
 def length_label(n: int) -> str:
-    """A length as people say it.
+    """A length in units of 1024 where it is a multiple.
 
     >>> length_label(4096), length_label(1000)
     ('4K', '1,000')

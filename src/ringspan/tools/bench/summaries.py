@@ -1,4 +1,4 @@
-"""From trials to figures: medians with their spread over rounds, speed-ups, and the longest length of each ladder."""
+"""Statistics of trials: medians with their spread over rounds, speed-ups, and the longest length of each ladder."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from ringspan.tools.bench.cases import Case
+from ringspan.geometry import Dilated, Pattern
+from ringspan.tools.bench.cases import IMPLEMENTATIONS, BenchCase
 from ringspan.tools.bench.ladder import is_planned, planned_bytes
 from ringspan.tools.bench.trials import Trial
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The median of some figures, with the lowest and the highest; ``disturbed`` if every trial was."""
+    """A median with the lowest and the highest value; ``disturbed`` if every trial was disturbed."""
 
     median: float
     low: float
@@ -25,24 +26,24 @@ class Spread:
     disturbed: bool = False
 
 
-def spread(figures: Iterable[float], disturbed: bool = False) -> Spread:
-    """The median of some figures, and between what they lie.
+def spread(numbers: Iterable[float], disturbed: bool = False) -> Spread:
+    """Median, minimum and maximum.
 
     >>> spread([3.0, 1.0, 2.0])
     Spread(median=2.0, low=1.0, high=3.0, count=3, disturbed=False)
     """
-    values = sorted(figures)
+    values = sorted(numbers)
     return Spread(statistics.median(values), values[0], values[-1], len(values), disturbed)
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A case and all its trials. Figures may be asked for only if one was ``measured``.
+    """A case and all its trials. Its statistics exist only if a trial is ``measured``.
 
-    Times are those of the trials that other programs did not disturb; of all trials only if they disturbed every one.
+    Times come from the trials that other programs did not disturb, or from all trials if every one was disturbed.
     """
 
-    case: Case
+    case: BenchCase
     trials: tuple[Trial, ...]
 
     @cached_property
@@ -51,7 +52,7 @@ class Summary:
 
     @cached_property
     def failure(self) -> Trial | None:
-        """The trial that failed or was not run, if there is one."""
+        """The first trial that failed or was not run, or None."""
         return next((trial for trial in self.trials if not trial.measured), None)
 
     @cached_property
@@ -76,7 +77,7 @@ class Summary:
 
     @property
     def sent_bytes(self) -> int | None:
-        """Bytes that the busiest rank sent, forward and backward; None if they were not counted."""
+        """Bytes sent by the busiest rank, forward and backward; None if they are not counted."""
         return max((max(trial.sent_bytes) for trial in self.measured if trial.sent_bytes), default=None)
 
     @cached_property
@@ -90,19 +91,19 @@ class Summary:
 
     @property
     def disturbed(self) -> int:
-        """How many trials other programs disturbed, in spite of repeats."""
+        """Number of trials that other programs disturbed in spite of repeats."""
         return len(self.measured) - len(self.quiet)
 
     @property
     def foreign_cores(self) -> float:
-        """The most cores that other programs kept busy during a trial whose time counts."""
+        """Most cores that other programs kept busy during a trial whose time counts."""
         return max(trial.foreign_cores for trial in self.quiet or self.measured)
 
     def as_json(self) -> dict[str, Any]:
         found: dict[str, Any] = {"case": self.case.as_json(), "trials": len(self.measured)}
         if self.measured:
-            figures = ("forward", "backward", "total", "rank_bytes")
-            found |= {name: asdict(getattr(self, name)) for name in figures}
+            names = ("forward", "backward", "total", "rank_bytes")
+            found |= {name: asdict(getattr(self, name)) for name in names}
             found |= {"tokens_per_second": self.tokens_per_second, "foreign_cores": self.foreign_cores}
             found |= {"disturbed_trials": self.disturbed, "sent_bytes": self.sent_bytes}
         if is_planned(self.case):
@@ -112,18 +113,18 @@ class Summary:
         return found
 
 
-def summarize(trials: Iterable[Trial]) -> dict[Case, Summary]:
-    """A summary for each case, in the order in which they came up."""
-    by_case: defaultdict[Case, list[Trial]] = defaultdict(list)
+def summarize(trials: Iterable[Trial]) -> dict[BenchCase, Summary]:
+    """A summary of each case, in order of first appearance."""
+    by_case: defaultdict[BenchCase, list[Trial]] = defaultdict(list)
     for trial in trials:
         by_case[trial.case].append(trial)
     return {case: Summary(case, tuple(found)) for case, found in by_case.items()}
 
 
-def speed_up(summaries: Mapping[Case, Summary], case: Case) -> Spread | None:
-    """How many times as fast as the same implementation on one process, round by round; None if that is not known.
+def speed_up(summaries: Mapping[BenchCase, Summary], case: BenchCase) -> Spread | None:
+    """Speed relative to the same implementation on one process, round by round; None if that was not measured.
 
-    Rounds are compared with each other, so that a drift of the machine cancels. Rounds with a disturbed trial count
+    Trials of the same round are compared, so that a drift of the machine cancels. Rounds with a disturbed trial count
     only if there are no others.
     """
     alone = find_alone(summaries, case)
@@ -136,8 +137,8 @@ def speed_up(summaries: Mapping[Case, Summary], case: Case) -> Spread | None:
     return spread(ratios, disturbed=not quiet) if ratios else None
 
 
-def find_alone(summaries: Mapping[Case, Summary], case: Case) -> Summary | None:
-    """The same implementation at the same length on one process (where the layout makes no difference)."""
+def find_alone(summaries: Mapping[BenchCase, Summary], case: BenchCase) -> Summary | None:
+    """The same implementation at the same length on one process, where the layout makes no difference."""
     wanted = replace(case, ranks=1, layout="contiguous")
     for other, summary in summaries.items():
         if replace(other, layout="contiguous") == wanted:
@@ -145,21 +146,32 @@ def find_alone(summaries: Mapping[Case, Summary], case: Case) -> Summary | None:
     return None
 
 
-@dataclass(frozen=True)
-class Reach:
-    """How far a ladder went: its longest measured length, if any, and the trial that ended it, if any."""
+def title_of(case: BenchCase) -> str:
+    return IMPLEMENTATIONS[case.implementation].title
 
-    ladder: Case
+
+def pattern_names(summaries: Mapping[BenchCase, Summary]) -> dict[Pattern, str]:
+    """A short name for the pattern of each ladder: "dilated" if there is only one dilated pattern."""
+    patterns = {case.ladder.pattern: case.pattern_name for case in summaries}
+    alone = sum(isinstance(pattern, Dilated) for pattern in patterns) == 1
+    return {p: "dilated" if alone and isinstance(p, Dilated) else name for p, name in patterns.items()}
+
+
+@dataclass(frozen=True)
+class LadderReach:
+    """The longest measured length of a ladder, and the trial that ended it; either may be None."""
+
+    ladder: BenchCase
     longest: Summary | None
     ended_by: Trial | None
 
 
-def reaches(summaries: Mapping[Case, Summary]) -> list[Reach]:
-    """For each ladder, in the order in which they came up."""
-    ladders: defaultdict[Case, list[Summary]] = defaultdict(list)
+def reaches(summaries: Mapping[BenchCase, Summary]) -> list[LadderReach]:
+    """The reach of each ladder, in order of first appearance."""
+    ladders: defaultdict[BenchCase, list[Summary]] = defaultdict(list)
     for case, summary in summaries.items():
         ladders[case.ladder].append(summary)
-    return [Reach(ladder, _longest(found), _first_failure(found)) for ladder, found in ladders.items()]
+    return [LadderReach(ladder, _longest(found), _first_failure(found)) for ladder, found in ladders.items()]
 
 
 def _longest(found: Sequence[Summary]) -> Summary | None:

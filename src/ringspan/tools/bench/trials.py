@@ -1,4 +1,7 @@
-"""Calls timed in turns, within one process."""
+"""How benchmarks measure: calls timed in turns in one process, and trials in fresh processes within limits.
+
+`ringspan bench` and the suites in benchmarks/ share these. Knows one case at a time and no results of other trials.
+"""
 
 from __future__ import annotations
 
@@ -14,41 +17,52 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ringspan as rs
-from ringspan.runtime.device import limit_growth, peak_growth
+from ringspan.runtime.device import Cpu, limit_growth
 from ringspan.runtime.launch import run_local_ranks
-from ringspan.tools.bench.cases import IMPLEMENTATIONS, Case, RingAttention, SimulatedAttention, case_from_json
+from ringspan.tools.bench.cases import IMPLEMENTATIONS, BenchCase, RingAttention, SimulatedAttention, case_from_json
 from ringspan.tools.measure import Stopwatch, busy_seconds, is_disturbed
 from ringspan.tools.peers import Attend
 
 _ATTEMPTS = 3
+_WARM_UP_ROWS = 64
+# The first call loads libraries and starts threads and connections, which may take this much on top of the limit.
+_START_UP_BYTES = 512 * 2**20
+_OUT_OF_MEMORY = re.compile(r"MemoryError|can't allocate memory|Cannot allocate memory|bad_alloc")
+
+Call = Callable[[], object]
+Ran = Literal["measured", "out of memory", "out of time", "crashed"]
+DidNotRun = Literal["refused", "not installed", "not tried"]
+Outcome = Ran | DidNotRun
 
 
-class Clock:
-    """Times calls in turns, so that a machine that drifts, drifts for all. A disturbed call is timed again.
+class TurnTimer:
+    """Times calls in turns, so that a drift of the machine affects all of them. Disturbed calls are timed again.
 
-    ``disturbed`` counts the calls that stayed disturbed; ``most_foreign_cores`` is the most that other programs took.
+    ``disturbed`` counts the calls that stayed disturbed after all attempts. ``most_foreign_cores`` is the highest load
+    from other programs during a call whose time counts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stopwatch: Callable[[], Stopwatch] = Stopwatch) -> None:
+        self.stopwatch = stopwatch
         self.most_foreign_cores = 0.0
         self.disturbed = 0
 
-    def in_turns(
-        self, calls: Mapping[str, Callable[[], object]], rounds: int, warm: bool = True
-    ) -> dict[str, list[float]]:
-        found: dict[str, list[float]] = {name: [] for name in calls}
+    def in_turns(self, calls: Mapping[str, Call], rounds: int, warm: bool = True) -> dict[str, list[float]]:
+        """Seconds of each call in each round; with ``warm``, one round that is not timed comes first."""
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        names = list(calls)
         for turn in range(-1 if warm else 0, rounds):
-            for name in sorted(calls, reverse=bool(turn % 2)):  # who comes first finds the caches of others
+            for name in names[:: -1 if turn % 2 else 1]:  # the order alternates: the first call finds cold caches
                 if turn < 0:
                     calls[name]()
                 else:
-                    found[name].append(self._seconds(calls[name]))
-        return found
+                    times[name].append(self._seconds(calls[name]))
+        return times
 
-    def _seconds(self, call: Callable[[], object]) -> float:
+    def _seconds(self, call: Call) -> float:
         watches: list[Stopwatch] = []
         while len(watches) < _ATTEMPTS:
-            with Stopwatch() as watch:
+            with self.stopwatch() as watch:
                 call()
             watches.append(watch)
             if not is_disturbed(watch.foreign_cores, watch.seconds):
@@ -59,8 +73,35 @@ class Clock:
         return best.seconds
 
 
-def without_gradients(tensors: Sequence[Tensor], options: Mapping[str, Any]) -> Callable[[], object]:
-    """A call of attention."""
+@dataclass
+class RankStopwatch(Stopwatch):
+    """A stopwatch that all ranks of the default group use together: the slowest rank's time, equal on every rank.
+
+    CPU time that is not used by the ranks is attributed to other processes.
+    """
+
+    def __enter__(self) -> RankStopwatch:
+        dist.barrier()
+        self._busy_before, self._own_before = busy_seconds(), time.process_time()
+        self._started = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        elapsed = time.perf_counter() - self._started
+        dist.barrier()
+        window = time.perf_counter() - self._started
+        mine = torch.tensor([elapsed, time.process_time() - self._own_before], dtype=torch.float64)
+        every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, mine)
+        own = sum(rank[1].item() for rank in every)
+        foreign = torch.tensor([(busy_seconds() - self._busy_before - own) / window], dtype=torch.float64)
+        dist.broadcast(foreign, 0)
+        self.seconds = max(rank[0].item() for rank in every)
+        self.foreign_cores = max(0.0, foreign.item())
+
+
+def without_gradients(tensors: Sequence[Tensor], options: Mapping[str, Any]) -> Call:
+    """A call of `rs.attention` without autograd."""
 
     def call() -> object:
         with torch.no_grad():
@@ -69,19 +110,59 @@ def without_gradients(tensors: Sequence[Tensor], options: Mapping[str, Any]) -> 
     return call
 
 
-def with_gradients(tensors: Sequence[Tensor], grad: Tensor, options: Mapping[str, Any]) -> Callable[[], object]:
-    """A call of attention and its gradients."""
+def with_gradients(tensors: Sequence[Tensor], grad: Tensor, options: Mapping[str, Any]) -> Call:
+    """A call of `rs.attention` and its backward pass."""
     return lambda: torch.autograd.grad(rs.attention(*tensors, **options), tensors, grad)
 
 
-_WARM_ROWS = 64
-# Libraries, threads and connections come with the first call; they may take this much beside what is measured.
-_START_UP_BYTES = 512 * 2**20
+@dataclass(frozen=True)
+class TrialLimits:
+    """Limits of a trial: bytes of all its processes together, and seconds, including the start of the processes."""
+
+    memory_bytes: int
+    seconds: float
+
+
+class TrialError(RuntimeError):
+    """A task ran out of memory or time, or crashed: ``outcome`` says which, ``reason`` adds one line of detail."""
+
+    def __init__(self, outcome: Ran, reason: str) -> None:
+        super().__init__(f"{outcome}: {reason}")
+        self.outcome: Ran = outcome
+        self.reason = reason
+
+
+def run_limited(
+    processes: int, limits: TrialLimits, task: Callable[..., Any], *arguments: Any, threads: int = 1
+) -> list[Any]:
+    """Run a task in fresh processes within limits and return what each returned, in order of rank.
+
+    Every process may grow by its share of the memory limit. Raises `TrialError`.
+    """
+    share = limits.memory_bytes // processes
+    try:
+        return run_local_ranks(
+            processes, _limited, share, task, arguments, threads=threads, timeout_seconds=limits.seconds
+        )
+    except TimeoutError:
+        raise TrialError("out of time", f"no result within {limits.seconds:.0f} s") from None
+    except RuntimeError as error:
+        lines = str(error).strip().splitlines()
+        rank = " ".join(lines[0].split()[:2])  # run_local_ranks names the rank in the first line
+        if _OUT_OF_MEMORY.search(str(error)):
+            raise TrialError("out of memory", f"{rank} needed more than its {share / 2**20:,.0f} MiB") from error
+        detail = lines[0] if len(lines) == 1 else f"{rank}: {lines[-1][:200]}"
+        raise TrialError("crashed", detail) from error
+
+
+def _limited(memory_bytes: int, task: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    limit_growth(memory_bytes + _START_UP_BYTES)
+    return task(*arguments)
 
 
 @dataclass(frozen=True)
-class RankFigures:
-    """What one rank measured. CPU seconds are those of the timed window: of this process, and of the whole machine."""
+class RankMetrics:
+    """Measurements of one rank. CPU seconds cover the timed window: of this process, and of the whole machine."""
 
     forward_seconds: float
     backward_seconds: float
@@ -89,43 +170,41 @@ class RankFigures:
     own_cpu_seconds: float = 0.0
     busy_cpu_seconds: float = 0.0
     window_seconds: float = 0.0
-    sent_bytes: int | None = None  # forward and backward; None if nobody counts
+    sent_bytes: int | None = None  # forward and backward; None if the implementation does not count them
 
 
-def measure_rank(case: Case, memory_bytes: int) -> list[RankFigures]:
-    """One forward and, if the case asks for it, one backward on this rank's rows, within ``memory_bytes``.
+def measure_rank(case: BenchCase, memory_bytes: int) -> list[RankMetrics]:
+    """One forward pass and, if the case includes it, one backward pass on this rank's rows, within ``memory_bytes``.
 
-    Peak memory counts from before the rows are made: inputs, masks, outputs and gradients are all in it.
+    Peak memory counts from before the rows are created, so it includes inputs, masks, outputs and gradients.
     """
-    limit_growth(memory_bytes + _START_UP_BYTES)
     implementation = IMPLEMENTATIONS[case.implementation]
-    warm = case if implementation.compiled else replace(case, tokens=_WARM_ROWS * case.ranks)
-    attend = implementation.prepare(warm)
-    _run(warm, attend, _make_rows(warm))
+    small = case if implementation.compiled else replace(case, tokens=_WARM_UP_ROWS * case.ranks)
+    attend = implementation.prepare(small)
+    _run(small, attend, _make_rows(small))
     limit_growth(memory_bytes)
 
-    def run() -> RankFigures:
+    def run() -> RankMetrics:
         call = attend if implementation.compiled else implementation.prepare(case)
-        found = _run(case, call, _make_rows(case))
+        metrics = _run(case, call, _make_rows(case))
         ring = call.ring if isinstance(call, RingAttention) else None
-        return found if ring is None else replace(found, sent_bytes=ring.counters.bytes_sent)
+        return metrics if ring is None else replace(metrics, sent_bytes=ring.counters.bytes_sent)
 
-    figures, peak = peak_growth(run)
-    return [replace(figures, peak_bytes=peak)]
+    metrics, peak = Cpu().peak_growth(run)
+    return [replace(metrics, peak_bytes=peak)]
 
 
-def measure_simulated_ring(case: Case, memory_bytes: int) -> list[RankFigures]:
-    """The same on a simulated ring in this process: the peak of live bytes of each virtual rank, as it counts them."""
-    limit_growth(memory_bytes + _START_UP_BYTES)
+def measure_simulated_ring(case: BenchCase, memory_bytes: int) -> list[RankMetrics]:
+    """The same on a simulated ring in this process: the peak of live bytes that each virtual rank counts."""
     attend = SimulatedAttention(case)
-    figures = _run(case, attend, _make_rows(replace(case, ranks=1)))
+    metrics = _run(case, attend, _make_rows(replace(case, ranks=1)))
     return [
-        replace(figures, peak_bytes=counters.peak_bytes, sent_bytes=counters.bytes_sent)
+        replace(metrics, peak_bytes=counters.peak_bytes, sent_bytes=counters.bytes_sent)
         for counters in attend.ring.counters
     ]
 
 
-def _make_rows(case: Case) -> list[Tensor]:
+def _make_rows(case: BenchCase) -> list[Tensor]:
     rank = dist.get_rank()
     shape = (1, case.rows_of(rank), case.heads, case.dim)
     generator = torch.Generator().manual_seed(rank)
@@ -134,8 +213,8 @@ def _make_rows(case: Case) -> list[Tensor]:
     ]
 
 
-def _run(case: Case, attend: Attend, rows: list[Tensor]) -> RankFigures:
-    """Timed between barriers, so that no rank's time holds another's head start."""
+def _run(case: BenchCase, attend: Attend, rows: list[Tensor]) -> RankMetrics:
+    """Times each pass between barriers, so that no rank starts ahead of another."""
     dist.barrier()
     busy, own = busy_seconds(), time.process_time()
     start = time.perf_counter()
@@ -150,35 +229,20 @@ def _run(case: Case, attend: Attend, rows: list[Tensor]) -> RankFigures:
         backward = time.perf_counter() - middle
     dist.barrier()
     window = time.perf_counter() - start
-    return RankFigures(forward, backward, 0, time.process_time() - own, busy_seconds() - busy, window)
-
-
-_OUT_OF_MEMORY = re.compile(r"MemoryError|can't allocate memory|Cannot allocate memory|bad_alloc")
-
-Ran = Literal["measured", "out of memory", "out of time", "crashed"]
-DidNotRun = Literal["refused", "not installed", "not tried"]
-Outcome = Ran | DidNotRun
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a trial may take: bytes of all its processes together, and seconds with the start of the processes."""
-
-    memory_bytes: int
-    seconds: float
+    return RankMetrics(forward, backward, 0, time.process_time() - own, busy_seconds() - busy, window)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What came of a trial, or why there was none. The slower rank counts.
+    """The result of a trial, or the reason why there is none. Times are those of the slowest rank.
 
-    ``peak_bytes`` are those of each rank, and so are ``sent_bytes``, forward and backward, where they are counted.
+    ``peak_bytes`` holds one number per rank. So does ``sent_bytes`` (forward and backward), if they are counted.
     """
 
-    case: Case
+    case: BenchCase
     round: int
     outcome: Outcome
-    limits: Limits
+    limits: TrialLimits
     reason: str = ""
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
@@ -191,7 +255,7 @@ class Trial:
 
     @property
     def ran(self) -> bool:
-        """Whether processes were started for it."""
+        """Whether processes were started."""
         return self.outcome in get_args(Ran)
 
     @property
@@ -206,61 +270,46 @@ class Trial:
     def disturbed(self) -> bool:
         return is_disturbed(self.foreign_cores, self.total_seconds)
 
-    def holds_under(self, limits: Limits) -> bool:
-        """Whether it would have ended the same under these limits, so that it need not be run again."""
+    def holds_under(self, limits: TrialLimits) -> bool:
+        """Whether the outcome would be the same under these limits, so that the trial need not be repeated."""
         if self.measured:
             return sum(self.peak_bytes) <= limits.memory_bytes and self.wall_seconds <= limits.seconds
         if self.outcome == "out of memory":
             return limits.memory_bytes <= self.limits.memory_bytes
         return self.outcome == "crashed" or limits.seconds <= self.limits.seconds
 
-    @property
-    def _lists(self) -> dict[str, list[int]]:
-        return {"peak_bytes": list(self.peak_bytes), "sent_bytes": list(self.sent_bytes)}
-
     def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "case": self.case.as_json(), **self._lists}
+        lists = {"peak_bytes": list(self.peak_bytes), "sent_bytes": list(self.sent_bytes)}
+        return {**asdict(self), "case": self.case.as_json(), **lists}
 
 
-def trial_from_json(found: dict[str, Any]) -> Trial:
-    """The trial that `Trial.as_json` wrote."""
+def trial_from_json(values: dict[str, Any]) -> Trial:
+    """Inverse of `Trial.as_json`."""
     return Trial(
         **{
-            **found,
-            "case": case_from_json(found["case"]),
-            "limits": Limits(**found["limits"]),
-            "peak_bytes": tuple(found["peak_bytes"]),
-            "sent_bytes": tuple(found.get("sent_bytes", ())),
+            **values,
+            "case": case_from_json(values["case"]),
+            "limits": TrialLimits(**values["limits"]),
+            "peak_bytes": tuple(values["peak_bytes"]),
+            "sent_bytes": tuple(values.get("sent_bytes", ())),
         }
     )
 
 
-def run_trial(case: Case, number: int, limits: Limits, threads: int = 1) -> Trial:
+def run_trial(case: BenchCase, number: int, limits: TrialLimits, threads: int = 1) -> Trial:
     """Run a case once, as its trial of round ``number``."""
     task = measure_simulated_ring if case.implementation == "simulated" else measure_rank
     share = limits.memory_bytes // case.processes
     start = time.monotonic()
     try:
-        found = run_local_ranks(case.processes, task, case, share, threads=threads, timeout_seconds=limits.seconds)
-    except (TimeoutError, RuntimeError) as error:
-        outcome, reason = _what_failed(error, limits.seconds, share)
-        return Trial(case, number, outcome, limits, reason, wall_seconds=time.monotonic() - start)
-    return _combine(case, number, limits, [rank for ranks in found for rank in ranks], time.monotonic() - start)
+        metrics = run_limited(case.processes, limits, task, case, share, threads=threads)
+    except TrialError as error:
+        return Trial(case, number, error.outcome, limits, error.reason, wall_seconds=time.monotonic() - start)
+    return _combine(case, number, limits, [rank for ranks in metrics for rank in ranks], time.monotonic() - start)
 
 
-def _what_failed(error: TimeoutError | RuntimeError, seconds: float, share: int) -> tuple[Ran, str]:
-    """How a trial ended, in a word and a line; run_local_ranks names the rank in the message's first line."""
-    if isinstance(error, TimeoutError):
-        return "out of time", f"no result within {seconds:.0f} s"
-    lines = str(error).strip().splitlines()
-    rank = " ".join(lines[0].split()[:2])
-    if _OUT_OF_MEMORY.search(str(error)):
-        return "out of memory", f"{rank} needed more than its {share / 2**20:,.0f} MiB"
-    return "crashed", lines[0] if len(lines) == 1 else f"{rank}: {lines[-1][:200]}"
-
-
-def _combine(case: Case, number: int, limits: Limits, ranks: list[RankFigures], wall_seconds: float) -> Trial:
-    """The slower rank counts. What kept the machine busy and was none of the ranks was somebody else."""
+def _combine(case: BenchCase, number: int, limits: TrialLimits, ranks: list[RankMetrics], wall_seconds: float) -> Trial:
+    """The slowest rank counts. CPU time not used by our ranks is attributed to other processes."""
     own = sum(rank.own_cpu_seconds for rank in ranks[: case.processes])
     foreign = (ranks[0].busy_cpu_seconds - own) / ranks[0].window_seconds
     return Trial(

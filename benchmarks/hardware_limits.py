@@ -1,8 +1,9 @@
-"""Where the walls stand: memory, network and compute of rings of devices that are not here. Nothing is measured.
+"""Memory, network and compute limits of rings of GPUs, computed from plans. Nothing is measured.
 
-From plans, and public figures: a device is an NVIDIA H100 SXM (80 GB, 989 TFLOP/s dense bf16, NVLink 450 GB/s each way
-inside a node of 8, one 400 Gb/s adapter for each device between nodes: NVIDIA's data sheets of H100 and DGX H100), and
-attention is taken to reach 40 % of the peak. The layer has 32 query heads and 8 KV heads of 128, bf16, causal, batch 1.
+Public specifications: a device is an NVIDIA H100 SXM (80 GB, 989 TFLOP/s dense bf16, NVLink 450 GB/s each way
+inside a node of 8, one 400 Gb/s adapter per device between nodes: NVIDIA's data sheets of H100 and DGX H100).
+Attention is assumed to reach 40 % of the peak. The layer has 32 query heads and 8 KV heads of 128, bf16, causal,
+batch 1.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ FLOPS = 0.4 * 989e12
 INSIDE, ACROSS = 450e9, 50e9  # bytes/s each way
 LATENCY = 20e-6
 RANKS_PER_NODE = 8
-_RANKS_LOOKED_AT = 3
+_SAMPLED_RANKS = 3
 
 
 def longnet(tokens: int) -> rs.Dilated:
@@ -50,26 +51,26 @@ def layer(tokens: int, ranks: int, routing: Routing = "relay", layout: LayoutNam
 
 
 def communication(ranks: int) -> dict[str, Any]:
-    """Bytes that a rank receives in a forward pass, and must hold of others at a time, beside other ways to do it."""
+    """Bytes that a rank receives in a forward pass and holds of other ranks at a time, compared with other methods."""
     tokens = 2**20 * ranks // 8
     plan = layer(tokens, ranks)
     row = 2 * plan.sizes.kv_heads * plan.sizes.head_dim * plan.sizes.number_bytes
     rows = tokens // ranks
-    looked_at = _looked_at(ranks)
+    sampled_ranks = _sampled_ranks(ranks)
     return {
         "ranks": ranks,
         "tokens": tokens,
-        "ringspan": max(plan.bytes_received(rank) for rank in looked_at),
+        "ringspan": max(plan.bytes_received(rank) for rank in sampled_ranks),
         "plain_ring": (ranks - 1) * rows * row,
         "all_gather": (ranks - 1) * rows * row,
-        "ringspan_held": max(plan.memory(rank).parcels for rank in looked_at),
+        "ringspan_held": max(plan.memory(rank).parcels for rank in sampled_ranks),
         "plain_ring_held": 2 * rows * row,
         "all_gather_held": (ranks - 1) * rows * row,
     }
 
 
 def nodes(ranks: int) -> dict[str, Any]:
-    """Bytes of a forward and a backward pass from node to node, of all ranks together, by how parcels are passed."""
+    """Bytes that cross node boundaries in a backward pass, all ranks together, for each routing."""
     tokens, per_node = 2**20 * ranks // 8, min(RANKS_PER_NODE, ranks // 2)
     routings: tuple[Routing, ...] = ("direct", "relay", ByNode(per_node))
     layouts: tuple[LayoutName, ...] = ("contiguous", "zigzag")
@@ -83,20 +84,22 @@ def nodes(ranks: int) -> dict[str, Any]:
     return {"ranks": ranks, "tokens": tokens, "ranks_per_node": per_node, "lines": lines}
 
 
-def walls(ranks: int) -> dict[str, Any]:
-    """The longest sequence that memory holds, what a layer takes there, and from what length on links keep up."""
+def hardware_limits(ranks: int) -> dict[str, Any]:
+    """The longest sequence that fits in memory, the time of a layer there, and the length from which transfers hide."""
     bandwidth = INSIDE if ranks <= RANKS_PER_NODE else ACROSS
     rates = DeviceRates(FLOPS, bandwidth, LATENCY)
     longest, tokens = 0, 2**14 * ranks
     keeps_up = None
     while _fits(tokens, ranks):
         longest = tokens
-        time = max((rank_time(layer(tokens, ranks), rank, rates) for rank in _looked_at(ranks)), key=lambda t: t.total)
+        time = max(
+            (rank_time(layer(tokens, ranks), rank, rates) for rank in _sampled_ranks(ranks)), key=lambda t: t.total
+        )
         if keeps_up is None and time.waiting + time.latency <= 0.1 * time.work:
             keeps_up = tokens
         tokens *= 2
     plan = layer(longest, ranks)
-    memory = max(plan.memory(rank, backward=True).total for rank in _looked_at(ranks))
+    memory = max(plan.memory(rank, backward=True).total for rank in _sampled_ranks(ranks))
     return {
         "ranks": ranks,
         "bandwidth": bandwidth,
@@ -111,8 +114,8 @@ def walls(ranks: int) -> dict[str, Any]:
 
 def _fits(tokens: int, ranks: int) -> bool:
     plan = layer(tokens, ranks)
-    return max(plan.memory(rank, backward=True).total for rank in _looked_at(ranks)) <= MEMORY_BYTES
+    return max(plan.memory(rank, backward=True).total for rank in _sampled_ranks(ranks)) <= MEMORY_BYTES
 
 
-def _looked_at(ranks: int) -> list[int]:
-    return sorted({round(i * (ranks - 1) / (_RANKS_LOOKED_AT - 1)) for i in range(_RANKS_LOOKED_AT)})
+def _sampled_ranks(ranks: int) -> list[int]:
+    return sorted({round(i * (ranks - 1) / (_SAMPLED_RANKS - 1)) for i in range(_SAMPLED_RANKS)})

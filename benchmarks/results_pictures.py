@@ -1,4 +1,4 @@
-"""Pictures of docs/results.md: memory by ring size, one process against two, and the longest sequences."""
+"""Pictures of the suite `results`: memory by ring size, one process against two, and the longest sequences."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ringspan.geometry import Full
-from ringspan.tools.bench.cases import Case
+from ringspan.tools.bench.cases import BenchCase
 from ringspan.tools.bench.pictures import (
     STYLES,
     cross_out,
@@ -18,16 +18,16 @@ from ringspan.tools.bench.pictures import (
     plain_axes,
     process_count,
 )
-from ringspan.tools.bench.summaries import Summary, reaches
-from ringspan.tools.bench.tables import throughput, title_of
+from ringspan.tools.bench.report import throughput
+from ringspan.tools.bench.summaries import Summary, reaches, title_of
 from ringspan.tools.pages import Picture
 
-Summaries = Mapping[Case, Summary]
+Summaries = Mapping[BenchCase, Summary]
 _KINDS = ((False, "Dilated"), (True, "Full (plain attention)"))
 
 
 def ring_memory_picture(found: Summaries, tokens: int) -> Picture:
-    """Peak memory of a rank over the ring size, dilated and full side by side, at one length."""
+    """Peak memory of a rank by ring size at one length, dilated and full side by side."""
     figure, axes = _two_panels()
     for axis, (full, title) in zip(axes, _KINDS, strict=True):
         for name in STYLES:
@@ -50,18 +50,18 @@ def ring_memory_picture(found: Summaries, tokens: int) -> Picture:
     axes[0].set_ylabel("peak memory of a rank (MiB, log scale)")
     _finish(figure, axes)
     caption = (
-        f"Memory of a rank by ring size, {tokens:,} tokens, forward and backward. Dotted: the bytes that a virtual "
-        "rank of a simulated ring holds. Solid: growth of real processes, which has a fixed workspace on top. A line "
-        "that falls along with 1/k is a ring; an all-gather keeps the whole sequence on every rank."
+        f"Memory of a rank by ring size, {tokens:,} tokens, forward and backward. Dotted: bytes held by a virtual rank "
+        "of a simulated ring. Solid: growth of real processes, which includes a fixed workspace. In a ring memory "
+        "falls as 1/k; an all-gather holds the whole sequence on every rank."
     )
     return Picture("results_memory", figure, caption)
 
 
 def two_picture(found: Summaries) -> Picture:
-    """Time of forward and backward over the length, on one process and on two."""
+    """Time of forward and backward by length, on one process and on two."""
     figure, axes = _two_panels()
     for axis, (full, title) in zip(axes, _KINDS, strict=True):
-        ladders: dict[Case, list[Summary]] = {}
+        ladders: dict[BenchCase, list[Summary]] = {}
         for case, summary in found.items():
             if summary.measured and isinstance(case.pattern, Full) == full:
                 ladders.setdefault(case.ladder, []).append(summary)
@@ -78,27 +78,27 @@ def two_picture(found: Summaries) -> Picture:
     axes[0].set_ylabel("seconds, forward and backward (log scale)")
     _finish(figure, axes)
     caption = (
-        "Time of one forward and backward over the length, on one process (solid) and on two (dashed): the gap is the "
-        "speed-up. Dilated attention grows with the length, plain attention with its square. Crossed out: other "
-        "programs disturbed every trial."
+        "Time of one forward and backward pass by length, on one process (solid) and on two (dashed): the gap is the "
+        "speed-up. Dilated attention grows linearly, plain attention quadratically. Crossed out: other programs "
+        "disturbed every trial."
     )
     return Picture("results_two", figure, caption)
 
 
 def longest_picture(found: Summaries, rank_budget_bytes: int) -> Picture:
-    """A bar for each implementation and number of processes: how long a sequence it computes within the budget."""
+    """One bar for each implementation and number of processes: the longest sequence within the budget."""
     bars = reaches(found)
     figure = Figure(figsize=(10, 0.42 * len(bars) + 1.6), layout="constrained")
     axis = figure.subplots()
-    for place, reach in enumerate(bars):
+    for row, reach in enumerate(bars):
         ladder, longest = reach.ladder, reach.longest
         colour, _ = STYLES[ladder.implementation]
         tokens = longest.case.tokens if longest else 0
         hatch = "//" if isinstance(ladder.pattern, Full) else ""
-        axis.barh(place, tokens, color=colour, hatch=hatch, edgecolor="white")
+        axis.barh(row, tokens, color=colour, hatch=hatch, edgecolor="white")
         speed = f"  {tokens:,} at {throughput(longest)} tokens/s" if longest else "  none"
         passes = "" if ladder.backward else ", forward only"
-        axis.text(tokens, place, speed + passes, va="center", fontsize=9)
+        axis.text(tokens, row, speed + passes, va="center", fontsize=9)
     names = [
         f"{title_of(r.ladder)}, {'full' if isinstance(r.ladder.pattern, Full) else 'dilated'}, "
         f"{process_count(r.ladder.ranks)}"
@@ -112,8 +112,8 @@ def longest_picture(found: Summaries, rank_budget_bytes: int) -> Picture:
     axis.spines[["top", "right"]].set_visible(False)
     caption = (
         f"The longest sequence that each computes, forward and backward, within {rank_budget_bytes // 2**20:,} MiB a "
-        "process and the time limit, lengths doubling; beside it, how fast. Hatched: plain attention. The table says "
-        "what ended each climb. †: other programs disturbed every trial."
+        "process and the time limit, with its speed; lengths double. Hatched: plain attention. The table shows what "
+        "ended each ladder. †: other programs disturbed every trial."
     )
     return Picture("results_longest", figure, caption)
 
@@ -124,7 +124,7 @@ def _two_panels() -> tuple[Figure, Sequence[Axes]]:
 
 
 def _finish(figure: Figure, axes: Sequence[Axes]) -> None:
-    """One legend under both panels, without repeating what is in both."""
+    """One legend for both panels, without duplicates."""
     plain_axes(axes)
     handles = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, frameon=False, fontsize=9)

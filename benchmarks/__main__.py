@@ -1,0 +1,97 @@
+"""Run the suites that write the result pages of docs/.
+
+    python -m benchmarks                       # list the suites
+    python -m benchmarks ring one_device       # measure these
+    python -m benchmarks all                   # measure everything, as `make bench` does
+    python -m benchmarks ring --only speed     # one part; the other parts keep their stored results
+    python -m benchmarks scale --resume        # continue an interrupted run
+    python -m benchmarks all --report          # measure nothing, write the pages again from stored results
+    python -m benchmarks ring --quick          # small sizes, into ringspan-report/quick: does it run?
+
+Results are stored in benchmarks/results/SUITE.jsonl as soon as they are measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.suite import ROOT, Request, run_suite
+from ringspan.tools.pages import Table, rich_table
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A suite in the list: one sentence, minutes on two idle cores, and the page it writes."""
+
+    sentence: str
+    minutes: int
+    page: str
+
+
+SUITES = {
+    "one_device": Entry("One device: speed and memory against the bare kernel and torch", 30, "docs/benchmarks.md"),
+    "ring": Entry("Rings: speed-up, other rings, memory, bytes, error", 30, "docs/ring_results.md"),
+    "results": Entry("Trials of ringspan and its alternatives over lengths and ring sizes", 20, "docs/results.md"),
+    "training": Entry("Training: long sequences, speed-up, context, resuming", 40, "docs/training_results.md"),
+    "decoding": Entry("Decoding: time and memory per token with a bounded cache", 7, "docs/decoding.md"),
+    "hilbert": Entry("Token orders of grids: locality, traffic, cost", 15, "docs/hilbert.md"),
+    "faults": Entry("Training runs killed at scripted and random points", 20, "docs/faults.md"),
+    "fuzz": Entry("Damaged checkpoints, settings and models", 5, "docs/faults.md"),
+    "faulty_rings": Entry("`ringspan verify` on twelve faulty rings", 25, "docs/verify.md"),
+    "scale": Entry("Growth with length and ring size, and limits of real hardware", 60, "docs/scale.md"),
+    "transformers_models": Entry("Transformers model types against eager attention", 15, "docs/transformers_models.md"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"{', '.join(SUITES)}, or all")
+    parser.add_argument("--only", action="append", default=[], metavar="PART", help="measure this part; repeatable")
+    parser.add_argument("--resume", action="store_true", help="keep stored results, measure only what is missing")
+    parser.add_argument("--report", action="store_true", help="measure nothing, write the pages from stored results")
+    parser.add_argument("--quick", action="store_true", help="small sizes, to see that everything runs")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an option of a suite")
+    parser.add_argument("--root", type=Path, help="write docs/ and benchmarks/results/ here (default: the project)")
+    arguments = parser.parse_args()
+    console = Console()
+    if not arguments.suites:
+        list_suites(console)
+        return
+    names = list(SUITES) if "all" in arguments.suites else arguments.suites
+    if unknown := [name for name in names if name not in SUITES]:
+        parser.error(f"unknown suites {', '.join(unknown)}: must be among {', '.join(SUITES)}, all")
+    broken = {}
+    for name in names:
+        suite = import_module(f"benchmarks.{name}").SUITE
+        options = dict(pair.split("=", 1) for pair in arguments.set)
+        for kind, given, known in (("part", arguments.only, suite.parts), ("option", options, suite.options)):
+            if unknown := [each for each in given if each not in known]:
+                parser.error(f"{name}: unknown {kind} {', '.join(unknown)}: must be among {', '.join(known) or 'none'}")
+        root = arguments.root or (Path("ringspan-report/quick") if arguments.quick else ROOT)
+        request = Request(root, arguments.quick, arguments.resume, arguments.report, tuple(arguments.only), options)
+        console.rule(name)
+        if sentence := run_suite(name, suite, request, console):
+            broken[name] = sentence
+    if broken:
+        sys.exit("\n".join(f"{name}: {sentence}" for name, sentence in broken.items()))
+
+
+def list_suites(console: Console) -> None:
+    rows = [["suite", "measures", "minutes", "page"]]
+    rows += [
+        [name, entry.sentence, str(entry.minutes), entry.page.removeprefix("docs/")] for name, entry in SUITES.items()
+    ]
+    console.print(rich_table(Table("Suites, and the page of docs/ that each writes", rows)))
+    console.print("`make bench` runs all of them. The minutes are for two idle cores.", highlight=False)
+
+
+if __name__ == "__main__":
+    main()

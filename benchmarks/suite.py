@@ -1,0 +1,231 @@
+"""What all suites share: parts that are measured and stored one by one, the journal of results, and the page writer.
+
+A suite measures with `ringspan.tools.bench` (timing in turns, trials in fresh processes) and builds a
+`ringspan.tools.pages.Page` from its stored results alone, so that a page can be written again without measuring.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from ringspan.runtime.files import Journal, read_journal
+from ringspan.tools.measure import describe_machine, one_line
+from ringspan.tools.pages import Page, Picture, Rows, Table, markdown, print_page, write_into
+
+ROOT = Path(__file__).parent.parent
+HEADS, HEAD_DIM = 8, 64  # of the suites that compare speed
+MIB = 2**20
+PASSES = {"forward": "forward", "both": "forward + backward"}
+
+
+class Results:
+    """The results of a suite in a journal: one line for each measured part, or for each item of a part.
+
+    A later line replaces an earlier one. ``machine`` describes the machine of the last line.
+    """
+
+    def __init__(self, path: Path, *, fresh: bool = False) -> None:
+        if fresh:
+            path.unlink(missing_ok=True)
+        self.path, self.machine, self.parts = path, "", dict[str, Any]()
+        self.itemized: set[str] = set()
+        for line in read_journal(path):
+            if "part" in line:
+                self._add(line)
+
+    def __getitem__(self, part: str) -> Any:
+        return self.parts[part]
+
+    def get(self, part: str, default: Any = None) -> Any:
+        return self.parts.get(part, default)
+
+    def add(self, part: str, value: Any, item: str = "") -> Any:
+        """Store a value on disk, and return it as it would be read back."""
+        line = {"part": part, "item": item, "value": value, "machine": describe_machine()}
+        Journal(self.path).append(line)
+        self._add(json.loads(json.dumps(line)))
+        return self.parts[part][item] if item else self.parts[part]
+
+    def _add(self, line: dict[str, Any]) -> None:
+        if line["item"]:
+            self.itemized.add(line["part"])
+            self.parts.setdefault(line["part"], {})[line["item"]] = line["value"]
+        else:
+            self.parts[line["part"]] = line["value"]
+        self.machine = one_line(line["machine"])
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """What a part gets to measure with. ``quick`` asks for small sizes; ``folder`` is temporary."""
+
+    part: str
+    results: Results
+    quick: bool
+    resume: bool
+    folder: Path
+    options: Mapping[str, str]
+    console: Console
+
+    def announce(self, text: str) -> None:
+        self.console.print(f"{self.part}: {text}", style="dim", highlight=False, markup=False, soft_wrap=True)
+
+    def each(self, names: Iterable[str], measure: Callable[[str], Any]) -> None:
+        """Measure items one by one and store each at once; with ``resume``, stored items are kept."""
+        if not self.resume:
+            self.results.add(self.part, {})
+        for name in names:
+            if name not in self.results.get(self.part, {}):
+                self.announce(name)
+                self.results.add(self.part, measure(name), name)
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Parts to measure, and the page that shows them.
+
+    A part returns its result, or None if it stored items with `Measuring.each`. ``broken(results)`` returns a sentence
+    if a promise does not hold. ``marker`` names the block of a hand-written page; without it the page is written whole.
+    """
+
+    page: str
+    parts: Mapping[str, Callable[[Measuring], Any]]
+    report: Callable[[Results], Page]
+    marker: str = ""
+    broken: Callable[[Results], str] = field(default=lambda results: "")
+    options: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Request:
+    """How to run a suite. ``root`` is the folder whose docs/ and benchmarks/results/ are written."""
+
+    root: Path = ROOT
+    quick: bool = False
+    resume: bool = False
+    report_only: bool = False
+    only: tuple[str, ...] = ()
+    options: Mapping[str, str] = field(default_factory=dict)
+
+
+def run_suite(name: str, suite: Suite, request: Request, console: Console) -> str:
+    """Measure, store and write the page. Returns a sentence if a promise does not hold, otherwise an empty string."""
+    path = request.root / "benchmarks/results" / f"{name}.jsonl"
+    fresh = not (request.only or request.resume or request.report_only)
+    results = Results(path, fresh=fresh)
+    for part in () if request.report_only else request.only or suite.parts:
+        if request.resume and results.get(part) and part not in results.itemized:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            measuring = Measuring(
+                part,
+                results,
+                request.quick,
+                request.resume,
+                Path(folder),
+                {**suite.options, **request.options},
+                console,
+            )
+            measuring.announce("measuring")
+            value = suite.parts[part](measuring)
+        if value is not None:
+            results.add(part, value)
+    page = suite.report(results)
+    print_page(page, console)
+    console.print(page.sentence, highlight=False, markup=False, soft_wrap=True)
+    write_docs(page, request.root, suite.page, suite.marker)
+    console.print(f"Written: {suite.page}", highlight=False)
+    return suite.broken(results)
+
+
+def write_docs(page: Page, root: Path, target: str, marker: str = "") -> None:
+    """Write a page and its pictures under ``root``: the whole file, or the block between its markers."""
+    path = root / target
+    (path.parent / "figures").mkdir(parents=True, exist_ok=True)
+    for part in page.parts:
+        if isinstance(part, Picture):
+            part.figure.savefig(path.parent / "figures" / f"{part.name}.png", dpi=130)
+    text = markdown(page, "figures")
+    if not marker:
+        path.write_text(text)
+        return
+    if not path.exists():  # a quick run into another folder
+        shutil.copy(ROOT / target, path)
+    lines = text.replace("\n## ", "\n### ").splitlines()
+    write_into(path, marker, [*lines[1:], ""])  # without the title: the page has a heading of its own
+
+
+def run_python(*arguments: str, threads: int | None = 1) -> str:
+    """Run ``python *arguments`` in the project's folder and return its stdout."""
+    environment = {**os.environ, **({} if threads is None else {"OMP_NUM_THREADS": str(threads)})}
+    done = subprocess.run(
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    if done.returncode:
+        raise RuntimeError(f"python {' '.join(arguments)} exited with {done.returncode}:\n{done.stderr[-4000:]}")
+    return done.stdout
+
+
+def both_ratios(over: list[float], under: list[float], digits: int = 3) -> list[str]:
+    """The median of the ratios of single rounds, the ratio of the medians, and the spread of the ratios."""
+    ratios = [a / b for a, b in zip(over, under, strict=True)]
+    of_medians = statistics.median(over) / statistics.median(under)
+    return [
+        f"{statistics.median(ratios):.{digits}f}",
+        f"{of_medians:.{digits}f}",
+        f"{min(ratios):.2f} - {max(ratios):.2f}",
+    ]
+
+
+def yes(flag: bool) -> str:
+    return "yes" if flag else "no"
+
+
+def mebibytes(size: float, digits: int = 0) -> str:
+    return f"{size / MIB:,.{digits}f} MiB"
+
+
+def empty_figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Figure, list[Any]]:
+    """A figure with plain axes, row by row."""
+    figure = Figure(figsize=size, layout="constrained")
+    axes = [axis for row in figure.subplots(rows, columns, squeeze=False) for axis in row]
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+__all__ = [
+    "HEADS",
+    "HEAD_DIM",
+    "MIB",
+    "PASSES",
+    "ROOT",
+    "Measuring",
+    "Page",
+    "Picture",
+    "Request",
+    "Results",
+    "Rows",
+    "Suite",
+    "Table",
+    "both_ratios",
+    "empty_figure",
+    "mebibytes",
+    "run_python",
+    "run_suite",
+    "write_docs",
+    "yes",
+]
