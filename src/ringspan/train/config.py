@@ -39,7 +39,9 @@ class TrainSettings:
     beta2: float = setting(0.95, "AdamW's decay rate of the second moment.", "Optimizer")
     clip: float = setting(1.0, "Maximum gradient norm over all ranks; 0 disables clipping.", "Optimizer")
 
-    ring: int = setting(0, "Ranks that share one sequence; 0 means all. Rings are data parallel.", "Distributed")
+    ring: int = setting(
+        0, "Ranks that share one sequence; 0 means all. Several rings are data parallel.", "Distributed"
+    )
     layout: Literal["zigzag", "contiguous"] = setting(
         "zigzag", "How a sequence is split over the ranks of a ring.", "Distributed"
     )
@@ -50,7 +52,7 @@ class TrainSettings:
         "float32", "Compute dtype. bfloat16 uses autocast: weights stay in float32.", "Distributed"
     )
     recompute: bool = setting(
-        True, "Recompute layers in backward. Attention outputs are kept, so nothing is sent twice.", "Distributed"
+        True, "Recompute layers in backward. Attention outputs are kept, so this sends nothing.", "Distributed"
     )
     timeout: float = setting(
         1800.0, "Collective timeout in seconds; the run aborts when a rank exceeds it.", "Distributed"
