@@ -1,1 +1,1 @@
-"""The small base that the library and the tools share: launching ranks, device memory, collectives, files, settings."""
+"""The base that library and tools share: local ranks, device memory, collectives, durable files, settings."""

@@ -1,10 +1,10 @@
-"""How to install the optional dependencies. ringspan is on no package index: extras are installed from a clone."""
+"""How to install optional dependencies. ringspan is not on a package index: extras are installed from a clone."""
 
 from __future__ import annotations
 
 
 def install_command(extra: str) -> str:
-    """The command that installs an extra of pyproject.toml; it is run in a clone of ringspan.
+    """The command that installs an extra of pyproject.toml; run it in a clone of ringspan.
 
     >>> install_command("cli")
     "pip install -c constraints.txt -e '.[cli]'"

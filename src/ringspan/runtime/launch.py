@@ -1,6 +1,6 @@
-"""Local ranks: a few processes on this machine that form a gloo group, for demonstrations, tests and benchmarks.
+"""Local ranks: processes on this machine that form a gloo group, for demonstrations, tests and benchmarks.
 
-For real work use torchrun; this is torch.multiprocessing with a rendezvous in a file and results that come back.
+Use torchrun for real work. This is torch.multiprocessing with a rendezvous in a file, and it returns results.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ import torch.multiprocessing as mp
 def run_local_ranks(
     size: int, task: Callable[..., Any], *arguments: Any, threads: int = 1, timeout_seconds: float = 600.0
 ) -> list[Any]:
-    """Run ``task(*arguments)`` on ``size`` processes that share a process group; what each returned, in order of rank.
+    """Run ``task(*arguments)`` on ``size`` processes of one group; returns their results in order of rank.
 
-    The first rank that raises ends the others, and its traceback is raised here.
+    The first rank that raises stops the others, and its traceback is raised here.
     """
     with tempfile.TemporaryDirectory(prefix="ringspan-") as folder:
-        context = _starter()
+        context = _start_context()
         results = context.SimpleQueue()
         workers = [
             context.Process(
@@ -51,10 +51,10 @@ def run_local_ranks(
                 worker.join()
 
 
-def _starter() -> Any:
-    """Ranks are forked from a server that holds nothing but imported modules: importing torch takes them seconds each.
+def _start_context() -> Any:
+    """Ranks are forked from a server with all modules imported, since importing torch takes seconds.
 
-    Where there is no such server (Windows) they start from nothing.
+    On Windows, which has no such server, ranks are spawned.
     """
     if "forkserver" not in mp.get_all_start_methods():
         return mp.get_context("spawn")
@@ -65,19 +65,21 @@ def _starter() -> Any:
 
 @contextlib.contextmanager
 def _interrupts_deferred() -> Iterator[None]:
-    """Processes started inside never see Ctrl-C, and are started whole: the caller is interrupted when it is over."""
+    """Inside, Ctrl-C is deferred, so that processes start completely and inherit a mask that blocks it."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "pthread_sigmask"):
-        yield  # only the main thread is ever interrupted; Windows has no masks
+        yield  # only the main thread receives interrupts; Windows has no signal masks
         return
-    came: list[bool] = []
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # what processes inherit
-    handler = signal.signal(signal.SIGINT, lambda *_: came.append(True))  # another thread may still take the signal
+    interrupts: list[bool] = []
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # child processes inherit it
+    handler = signal.signal(
+        signal.SIGINT, lambda *_: interrupts.append(True)
+    )  # another thread may still receive the signal
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    if came:
+    if interrupts:
         raise KeyboardInterrupt
 
 
@@ -91,14 +93,14 @@ def _collect(workers: list[Any], results: Any, timeout: float) -> list[Any]:
                     raise RuntimeError(f"rank {rank} died with exit code {worker.exitcode}")
             if time.monotonic() > deadline:
                 missing = sorted(set(range(len(workers))) - set(found))
-                raise TimeoutError(f"no answer from ranks {missing} within {timeout:g} s: give a longer timeout")
+                raise TimeoutError(f"ranks {missing} did not finish within {timeout:g} s: use a longer timeout")
             time.sleep(0.01)
             continue
         rank, value, failure = results.get()
         if failure:
             raised = RuntimeError(f"rank {rank} raised:\n{failure}")
             for other, worker in enumerate(workers):
-                if (worker.exitcode or 0) < 0:  # killed: what the others raise is but the echo
+                if (worker.exitcode or 0) < 0:  # it was killed, and the errors of the others follow from that
                     raise RuntimeError(f"rank {other} died with exit code {worker.exitcode}") from raised
             raise raised
         found[rank] = value
@@ -116,8 +118,8 @@ def _rank(
     task: Callable[..., Any],
     arguments: Any,
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's, also if somebody else started the server
-    os.environ.clear()  # the server's is from when it was started
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the caller handles Ctrl-C, whoever started the server
+    os.environ.clear()  # the server has the environment of its own start
     os.environ.update(environment)
     torch.set_num_threads(threads)
     dist.init_process_group(
