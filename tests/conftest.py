@@ -1,6 +1,7 @@
 """Every test runs with uninitialised memory filled with NaN, so that reading an unwritten buffer cannot pass."""
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 
@@ -18,12 +19,18 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+STARTS_RANKS = re.compile(r"\brun_local_ranks\(|torch\.distributed\.run\b")
+MARKED = re.compile(r"\b(starts_processes|on_ranks)\b")
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tests = [item for item in items if isinstance(item, pytest.Function)]
     for module in {item.module for item in tests if hasattr(item.function, "on_each_rank")}:
         reject_forgotten(module)
+    for path in {item.path for item in tests}:
+        source = path.read_text()
+        if STARTS_RANKS.search(source) and not MARKED.search(source):
+            raise pytest.UsageError(f"{path}: starts ranks, so mark it: pytestmark = starts_processes (tests/ranks.py)")
 
 
 @pytest.fixture(autouse=True)

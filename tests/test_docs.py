@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from ringspan.cli.app import COMMANDS, load_command
+from tests.ranks import starts_processes
 
 ROOT = Path(__file__).parent.parent
 CURRENT = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -24,7 +25,7 @@ def test_examples_run(page: Path) -> None:
     run_blocks(page, "python")
 
 
-@pytest.mark.xdist_group("processes")
+@starts_processes
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if "```python ring\n" in page.read_text()], ids=lambda p: p.name
 )
