@@ -1,4 +1,4 @@
-"""Pictures: who sees what, who computes what, when, and in which order. Need matplotlib (the extra plot)."""
+"""Pictures of patterns, of the work of each rank, of schedules and of orders. Need matplotlib (the extra ``plot``)."""
 
 from ringspan.draw.order import draw_orders
 from ringspan.draw.pattern import draw_density, draw_pattern, pairs_by_cell

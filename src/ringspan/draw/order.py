@@ -1,4 +1,4 @@
-"""What orders make of a grid: the curve, one segment of it, and the region of one rank, for each order side by side."""
+"""Orders of a grid side by side: the curve, one segment of it, and the region of each rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_CELLS_OF_A_LINE = 64 * 64
 
 
 def draw_orders(orders: Sequence[GridOrder], segment_length: int, ring_size: int) -> Figure:
-    """A column for each order of one two-dimensional grid: its curve, its middle segment, and the regions of ranks.
+    """One column per order of a two-dimensional grid: its curve, its middle segment, and the regions of ranks.
 
     >>> import ringspan as rs
     >>> draw_orders([rs.RowMajor((8, 8)), rs.Hilbert((8, 8))], 8, 4).savefig("/dev/null", format="png")
@@ -29,9 +29,9 @@ def draw_orders(orders: Sequence[GridOrder], segment_length: int, ring_size: int
 
     shapes = {order.shape for order in orders}
     if len(shapes) != 1 or len(orders[0].shape) != 2:
-        raise ValueError(f"grids of shapes {sorted(shapes)}: only orders of one two-dimensional grid can be compared")
+        raise ValueError(f"grids of shapes {sorted(shapes)}: all orders must be of one two-dimensional grid")
     if orders[0].period > _MOST_CELLS_OF_A_LINE:
-        raise ValueError(f"{orders[0].period} cells: more than {_MOST_CELLS_OF_A_LINE} make no readable line")
+        raise ValueError(f"{orders[0].period} cells: at most {_MOST_CELLS_OF_A_LINE} can be drawn; use a smaller grid")
     height, width = orders[0].shape
     inches = _PANEL * len(orders)
     title = fitted(

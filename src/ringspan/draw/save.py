@@ -1,4 +1,4 @@
-"""All pictures of a plan as files: who sees what, who computes what, and the schedule, as PNG and SVG."""
+"""Saves the pictures of a plan as PNG and SVG: its pattern, the work of each rank, and the schedule."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _DOTS_PER_INCH = 150
 
 
 def draw_plans(plans: Mapping[LayoutName, RingPlan], folder: Path) -> list[Path]:
-    """Draw plans that differ in their layout only; where the pictures are.
+    """Draw plans that differ only in layout. Returns the paths of the pictures.
 
-    Who sees what and the schedules are drawn at the real length. Who computes what is drawn pair by pair: of a long
-    sequence or a large ring, a small plan like it is drawn instead, and the title says so.
+    The pattern and the schedules are drawn at the real length. The work of each rank is drawn pair by pair: a long
+    sequence or a large ring is scaled down, and the title says so.
     """
     folder.mkdir(parents=True, exist_ok=True)
     plan = next(iter(plans.values()))
@@ -41,12 +41,12 @@ def _draw_seen(plan: RingPlan) -> Figure:
     if rows > MOST_ROWS:
         return draw_density(plan.pattern, rows, heads, causal=plan.causal)
     rates = (1,) if isinstance(plan.pattern, Full) else plan.pattern.dilation_rates
-    shown = min(heads, max(rates), _MOST_HEADS)  # heads beyond the largest rate look like earlier ones
+    shown = min(heads, max(rates), _MOST_HEADS)  # heads beyond the largest rate repeat earlier ones
     return draw_pattern(plan.pattern, rows, shown, causal=plan.causal, note="darker: a key counts more often")
 
 
 def save_figure(figure: Figure, path: Path) -> list[Path]:
-    """Write a figure as PNG and as SVG; where they are."""
+    """Write a figure as PNG and SVG. Returns both paths."""
     paths = [path.with_suffix(".png"), path.with_suffix(".svg")]
     for file in paths:
         figure.savefig(file, dpi=_DOTS_PER_INCH)

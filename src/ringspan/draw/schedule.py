@@ -1,4 +1,4 @@
-"""When each rank does what: ranks against hops, at the real length of the sequence."""
+"""The schedule of a plan: ranks against hops, at the real length of the sequence."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_MOST_RANKS_WRITTEN, _MOST_HOPS_WRITTEN = 16, 12  # a larger schedule is drawn without words
+_MOST_RANKS_WRITTEN, _MOST_HOPS_WRITTEN = 16, 12  # a larger schedule is drawn without text
 _NOTHING = "#F5F5F5"
 
 
 def draw_schedule(plan: RingPlan) -> Figure:
-    """Ranks (down) against hops (across): whose rows each rank works on, how much work that is, and what arrives.
+    """Ranks (down) against hops (across): whose rows a rank computes, how much work that is, and how much it receives.
 
-    A ring too large for words is drawn without them; of a very large one, an even sample of ranks is drawn.
+    A large ring is drawn without text; of a very large one, only an even sample of ranks is drawn.
 
     >>> import ringspan as rs
     >>> ring = rs.plan(rs.Dilated((64, 256), (1, 4)), 256, ring_size=4, causal=True)
@@ -40,8 +40,8 @@ def draw_schedule(plan: RingPlan) -> Figure:
     axis.spines[:].set_visible(False)
     title = f"{pattern_title(plan.pattern, plan.layout.rows, plan.causal)}, {plan.layout.name}"
     drawn = "" if ranks == plan.layout.ring_size else f"; {ranks} of {plan.layout.ring_size:,} ranks drawn"
-    see = f"darker: more work; imbalance {plan.imbalance:.2f}{drawn}"
-    axis.set_title(fitted(title, see, inches=size[0]), fontsize=10)
+    legend = f"darker: more work; imbalance {plan.imbalance:.2f}{drawn}"
+    axis.set_title(fitted(title, legend, inches=size[0]), fontsize=10)
     return figure
 
 
@@ -79,7 +79,7 @@ def _draw_shades(figure: Figure, axis: Axes, plan: RingPlan, hops: int) -> None:
     import numpy as np  # noqa: PLC0415
     from matplotlib import colormaps  # noqa: PLC0415
 
-    grid = np.full((len(plan.sample), hops), np.nan)  # not a number: nothing to compute
+    grid = np.full((len(plan.sample), hops), np.nan)  # NaN: nothing to compute
     for line, row in enumerate(_work(plan)):
         grid[line, : len(row)] = [pairs or np.nan for pairs in row]
     axis.set_facecolor(_NOTHING)
@@ -93,7 +93,7 @@ def _draw_shades(figure: Figure, axis: Axes, plan: RingPlan, hops: int) -> None:
 
 
 def _hop_text(hop: Hop, number: int, row_bytes: int) -> str:
-    """What a rank does at a hop: whose parcels it computes, and how many bytes they are."""
+    """What a rank does at a hop: whose parcels it computes, and their size."""
     if number == 0:
         return f"{len(hop.tiles)} tiles"
     if not hop.receives:

@@ -1,4 +1,4 @@
-"""Long rings made small enough to draw pair by pair: how segments lie on the ranks is what matters, and is kept."""
+"""Which rank computes which pair at which hop, pair by pair; long sequences and large rings are scaled down."""
 
 from __future__ import annotations
 
@@ -17,17 +17,23 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from numpy.typing import NDArray
 
-
 MOST_ROWS, MOST_RANKS = 64, 8
-_FEW_RANKS = 4  # stand for a large ring whose segments are shorter than a shard: then there is room to see them
-_FEWEST_SELECTED = 8  # rows of a segment: with fewer, a dilated segment looks like dust
+_MOST_ROWS_BY_PAIR = 1024
+_PANELS_PER_LINE = 4
+_PANEL, _LEGEND, _NARROWEST = 2.6, 1.7, 9.0  # inches
+_NOT_SEEN, _OTHER_HOP = "#FFFFFF", "#D4D4D4"
+_LIGHTEST = 0.8  # of viridis, whose lightness rises steadily: readable for colour-blind people and in grey print
+_FEW_RANKS = (
+    4  # represent a large ring if segments are shorter than a shard, so that segments stay visible
+)
+_FEWEST_SELECTED = 8  # rows of a segment; with fewer, a dilated segment is not visible
 
 
 def scaled_down(plan: RingPlan) -> tuple[RingPlan, str]:
-    """A small plan that looks like the given one, and a line that says what was made small (empty if nothing was).
+    """A small plan that resembles the given one, and a line that says what was scaled down (empty if nothing was).
 
-    Segments keep their length in shards, so that what is local stays local and what travels still travels. Rates are
-    lowered where too few rows of a segment would be left. A few ranks stand for a large ring.
+    Segments keep their length relative to shards, so the same segments are local or shared. Rates are lowered if too
+    few rows of a segment would be left. A few ranks represent a large ring.
 
     >>> import ringspan as rs
     >>> small, note = scaled_down(rs.plan(rs.Dilated((2048, 32768), (1, 16)), 32768, ring_size=4))
@@ -39,7 +45,7 @@ def scaled_down(plan: RingPlan) -> tuple[RingPlan, str]:
     rows, size = plan.layout.rows, plan.layout.ring_size
     if rows <= MOST_ROWS and size <= MOST_RANKS:
         return plan, ""
-    ranks = _stand_ins(plan)
+    ranks = _ranks_drawn(plan)
     kept = min(rows, MOST_ROWS // (2 * ranks) * 2 * ranks)  # so that all ranks get equal shards under both layouts
     pattern = _scaled_pattern(plan.pattern, kept * size, rows * ranks, kept)
     sizes = replace(plan.sizes, batch=1, heads=plan.sizes.kv_heads)
@@ -47,19 +53,19 @@ def scaled_down(plan: RingPlan) -> tuple[RingPlan, str]:
         plan, pattern=pattern, documents=Documents((kept,)), layout=Layout(plan.layout.name, kept, ranks), sizes=sizes
     )
     ring = f" over {ranks} ranks for {size:,}" if ranks < size else ""
-    likeness = f"{kept} tokens for {rows:,}{ring}{_instead(plan, small)}"
-    return small, f"Scaled down: {likeness}"
+    scaled = f"{kept} tokens for {rows:,}{ring}{_patterns_text(plan, small)}"
+    return small, f"Scaled down: {scaled}"
 
 
-def _instead(plan: RingPlan, small: RingPlan) -> str:
-    """The small pattern beside the one that it stands for."""
+def _patterns_text(plan: RingPlan, small: RingPlan) -> str:
+    """The scaled pattern and the original."""
     if plan.pattern == small.pattern:
         return ""
     drawn, wanted = (wrappable(each.pattern) for each in (small, plan))
     return f"; pattern {drawn} for {wanted}"
 
 
-def _stand_ins(plan: RingPlan) -> int:
+def _ranks_drawn(plan: RingPlan) -> int:
     size = plan.layout.ring_size
     if size <= MOST_RANKS:
         return size
@@ -68,7 +74,7 @@ def _stand_ins(plan: RingPlan) -> int:
 
 
 def _scaled_pattern(pattern: Pattern, part: int, whole: int, rows: int) -> Pattern:
-    """The pattern with its segments times part / whole."""
+    """The pattern with its segment lengths multiplied by part / whole."""
     if not isinstance(pattern, Dilated):
         return pattern
     lengths = tuple(min(max(1, round(w * part / whole)), rows) for w in pattern.segment_lengths)
@@ -79,15 +85,8 @@ def _scaled_pattern(pattern: Pattern, part: int, whole: int, rows: int) -> Patte
     return replace(pattern, segment_lengths=lengths, dilation_rates=rates, shift=round(pattern.shift * part / whole))
 
 
-_MOST_ROWS = 1024
-_PANELS_PER_LINE = 4
-_PANEL, _LEGEND, _NARROWEST = 2.6, 1.7, 9.0  # inches
-_NOT_SEEN, _OTHER_HOP = "#FFFFFF", "#D4D4D4"
-_LIGHTEST = 0.8  # of viridis, whose lightness rises steadily: for colour-blind eyes, and for print in grey
-
-
 def draw_work(plan: RingPlan, head: int = 0, *, note: str = "") -> Figure:
-    """One panel for each hop: which (query, key) pairs are computed at it, coloured by the rank that computes them.
+    """One panel per hop: the (query, key) pairs computed at it, coloured by the rank that computes them.
 
     >>> import ringspan as rs
     >>> draw_work(rs.plan(rs.Dilated((8, 32), (1, 4)), 32, ring_size=4, causal=True)).savefig("/dev/null", format="png")
@@ -107,7 +106,7 @@ def draw_work(plan: RingPlan, head: int = 0, *, note: str = "") -> Figure:
     down = -(-len(grids) // across)
     width = max(_PANEL * across + _LEGEND, _NARROWEST)
     what = f"{pattern_title(plan.pattern, plan.layout.rows, plan.causal)}, {plan.layout.name}, KV head {head}"
-    see = "Who computes what: keys of other ranks arrive hop by hop, and only where somebody sees them"
+    see = "Work of each rank: keys of other ranks arrive hop by hop, and only if a query sees them"
     title = fitted(see, note, what, inches=width - _LEGEND)
     figure = Figure(figsize=(width, 1.1 * _PANEL * down + 0.2 * title.count("\n") + 0.5), layout="constrained")
     panels = figure.subplots(down, across, squeeze=False)
@@ -117,7 +116,7 @@ def draw_work(plan: RingPlan, head: int = 0, *, note: str = "") -> Figure:
             continue
         grid = grids[number]
         grid[~seen] = -2
-        # One image for each panel: as vector cells the picture would be megabytes large.
+        # One image per panel: vector cells would take megabytes.
         axis.pcolormesh(grid, cmap=colours, norm=norm, rasterized=True)
         when = "own rows" if number == 0 else f"hop {number}"
         axis.set_title(f"{when}: {(grid >= 0).sum():,} pairs", fontsize=10)
@@ -142,14 +141,14 @@ def draw_work(plan: RingPlan, head: int = 0, *, note: str = "") -> Figure:
 
 
 def pairs_by_hop(plan: RingPlan, head: int = 0) -> NDArray[np.int64]:
-    """(hops, rows, rows): which rank computes query p against key t of a KV head at each hop; -1 where none does."""
+    """(hops, rows, rows): the rank that computes query p against key t of a KV head at each hop; -1 if none does."""
     import numpy as np  # noqa: PLC0415
 
     rows, ranks = plan.layout.rows, range(plan.layout.ring_size)
-    if rows > _MOST_ROWS:
-        raise ValueError(f"{rows} rows: at most {_MOST_ROWS} can be drawn pair by pair; make it small with scaled_down")
+    if rows > _MOST_ROWS_BY_PAIR:
+        raise ValueError(f"{rows} rows: at most {_MOST_ROWS_BY_PAIR} can be drawn pair by pair; use scaled_down(plan)")
     if not 0 <= head < plan.sizes.kv_heads:
-        raise ValueError(f"head={head}: must lie in 0 .. {plan.sizes.kv_heads - 1}")
+        raise ValueError(f"head={head}: must be in 0 .. {plan.sizes.kv_heads - 1}")
     held = [[row for span in plan.layout.spans(rank) for row in range(span.start, span.stop)] for rank in ranks]
     parcels = {parcel: places for rank in ranks for parcel, places in _packed(plan, rank, head, held[rank])}
     grid = np.full((max(len(plan.rank(rank).hops) for rank in ranks), rows, rows), -1, dtype=np.int64)
@@ -170,7 +169,7 @@ def pairs_by_hop(plan: RingPlan, head: int = 0) -> NDArray[np.int64]:
 
 
 def _packed(plan: RingPlan, rank: int, head: int, held: list[int]) -> Iterator[tuple[Parcel, dict[int, int]]]:
-    """The parcels of a rank: for each place of a head in it, which row of the sequence lies there."""
+    """The parcels of a rank: for each, the row of the sequence at each place of a head."""
     for packing in plan.rank(rank).packings:
         places: dict[int, int] = {}
         for own, there in packing.combs:
@@ -181,7 +180,7 @@ def _packed(plan: RingPlan, rank: int, head: int, held: list[int]) -> Iterator[t
 
 
 def _mark_ranks(axis: Axes, layout: Layout) -> None:
-    """Rows and columns by the rank that holds them, with thin lines between."""
+    """Label rows and columns with the rank that holds them, with thin lines between."""
     parts = list(layout.rank_spans(0, layout.rows))
     middles, names = [(part.start + part.stop) / 2 for part in parts], [str(part.rank) for part in parts]
     axis.set_xticks(middles, names, fontsize=8)

@@ -62,7 +62,7 @@ def test_drawings_and_what_cannot_be_drawn(tmp_path) -> None:  # type: ignore[no
     figure = draw_orders([order((8, 12)) for order in ORDERS], segment_length=16, ring_size=3)
     figure.savefig(tmp_path / "orders.png")
     assert [axis.get_title().split(",")[0] for axis in figure.axes[:4]] == ["RowMajor", "Snake", "Morton", "Hilbert"]
-    with pytest.raises(ValueError, match="only orders of one two-dimensional grid can be compared"):
+    with pytest.raises(ValueError, match="two-dimensional grid"):
         draw_orders([rs.Hilbert((4, 4)), rs.Snake((4, 5))], 4, 2)
-    with pytest.raises(ValueError, match="10000 cells: more than 4096 make no readable line"):
+    with pytest.raises(ValueError, match="10000 cells"):
         draw_orders([rs.Hilbert((100, 100))], 4, 2)
