@@ -9,7 +9,7 @@ from ringspan.tools.measure import count_flops
 
 
 class StandIn:
-    """torch.cuda as far as a measurement uses it: a clock of its own, and an allocator that keeps peaks."""
+    """The part of torch.cuda that measurements use: a clock, and an allocator that tracks its peak."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -52,20 +52,24 @@ class _Event:
         return later.at - self.at
 
 
-def test_an_accelerator_is_timed_by_its_own_events() -> None:
+def test_an_accelerator_is_timed_with_its_events() -> None:
     api = StandIn()
     device = Accelerator(api, torch.device("cuda", 3))
     assert device.seconds(lambda: api.work(250.0, 0)) == 0.25
-    assert api.calls == ["synchronize cuda:3", "work", "synchronize cuda:3"]  # before and after, or it is not over
+    assert api.calls == [
+        "synchronize cuda:3",
+        "work",
+        "synchronize cuda:3",
+    ]  # before and after, since calls are asynchronous
 
 
-def test_an_accelerators_memory_is_its_allocators_peak() -> None:
+def test_memory_of_an_accelerator_is_the_peak_of_its_allocator() -> None:
     api = StandIn()
-    api.peak = 10**9  # what came before does not count
+    api.peak = 10**9  # earlier peaks do not count
     assert Accelerator(api, torch.device("cuda", 0)).peak_growth(lambda: api.work(1.0, 4096))[1] == 4096
 
 
-def test_the_cpu_is_measured_by_the_clock_and_by_the_system() -> None:
+def test_time_and_memory_of_the_cpu() -> None:
     def make_64_mib() -> torch.Tensor:
         return torch.ones(16 * 2**20)
 
@@ -73,7 +77,7 @@ def test_the_cpu_is_measured_by_the_clock_and_by_the_system() -> None:
     assert 60 * 2**20 < Cpu().peak_growth(make_64_mib)[1] < 80 * 2**20
 
 
-def test_flops_are_counted_from_what_ran() -> None:
+def test_flops_of_torch_operators() -> None:
     a, b = torch.ones(3, 5), torch.ones(5, 7)
     assert count_flops(lambda: a @ b) == 2 * 3 * 5 * 7
     q = torch.ones(1, 2, 16, 8, requires_grad=True)
@@ -83,7 +87,7 @@ def test_flops_are_counted_from_what_ran() -> None:
     assert count_flops(lambda: attend(q, q, q).sum().backward()) == forward * 7 // 2
 
 
-def test_flops_inside_the_operator_are_seen() -> None:
+def test_flops_inside_the_custom_operator() -> None:
     import ringspan as rs
 
     q = torch.ones(1, 64, 2, 8)

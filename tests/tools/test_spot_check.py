@@ -22,7 +22,7 @@ PATTERN = rs.Dilated((64, 512, 4096), (1, 8, 64))
 
 
 @given(st.data())
-def test_keys_are_those_of_the_definition(data: st.DataObject) -> None:
+def test_keys_equal_the_definition(data: st.DataObject) -> None:
     sizes = data.draw(lengths().filter(sum))
     pattern, kv_heads, causal = data.draw(patterns()), data.draw(st.integers(1, 4)), data.draw(st.booleans())
     count = multiplicity(pattern, sum(sizes), kv_heads, causal=causal, lengths=sizes)
@@ -36,7 +36,7 @@ def test_keys_are_those_of_the_definition(data: st.DataObject) -> None:
 
 
 @given(st.data())
-def test_recomputed_rows_are_those_of_the_oracle(data: st.DataObject) -> None:
+def test_recomputed_positions_equal_the_oracle(data: st.DataObject) -> None:
     sizes = data.draw(lengths().filter(sum))
     pattern, causal = data.draw(patterns()), data.draw(st.booleans())
     shape = RowShape(heads=4, kv_heads=2, head_dim=4, dtype=torch.float64, batch=2)
@@ -55,7 +55,7 @@ def plan(causal: bool = True, shape: RowShape = SHAPE) -> RingPlan:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_every_kind_of_tile_hop_and_shard_rows_is_sampled(causal: bool) -> None:
+def test_every_kind_of_tile_hop_and_boundary_is_sampled(causal: bool) -> None:
     ring = plan(causal)
     strata = draw_strata(ring, anywhere=100)
     assert all(stratum.is_covered for stratum in strata)
@@ -75,9 +75,9 @@ def test_every_kind_of_tile_hop_and_shard_rows_is_sampled(causal: bool) -> None:
     assert {position.row % shard for position in by_name["the first row of a shard"].positions} == {0}
     assert {position.row % shard for position in by_name["the last row of a shard"].positions} == {shard - 1}
     for position in by_name["tiles of parcels, rate 64, full"].positions:
-        assert position.row % 64 == position.head // 2, "such a tile has rows that the branch selects only"
+        assert position.row % 64 == position.head // 2, "such a tile has only rows that the branch selects"
     far = by_name[f"hop {SHARDS - 1}"]
-    if causal:  # only the last shard is that far from the first
+    if causal:  # only the last shard attends over this many hops
         assert {position.row // shard for position in far.positions} == {SHARDS - 1}
         assert far.population == len(far.positions) == 4 * shard // 64
 
