@@ -1,4 +1,4 @@
-"""Write docs/versions.md: what the tests ran with. `make versions` runs them before."""
+"""Write docs/versions.md: the versions that the tests ran with. `make versions` runs all tests first."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ PACKAGES = (
 
 def main() -> None:
     versions = {"Python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}}
-    written = f"Written by `make versions` on {datetime.date.today()}, after all tests had passed; do not edit."
-    page = ["# Versions that were tested", "", written, "", "| package | version |", "| --- | --- |"]
+    written = f"Written by `make versions` on {datetime.date.today()}, after all tests passed; do not edit."
+    page = ["# Tested versions", "", written, "", "| package | version |", "| --- | --- |"]
     page += [f"| {name} | {version} |" for name, version in versions.items()]
     (Path(__file__).parent / "versions.md").write_text("\n".join(page) + "\n")
     print("\n".join(page))

@@ -1,4 +1,4 @@
-"""What is set beside ringspan computes the same function: otherwise its times would say nothing."""
+"""The alternatives that benchmarks compare with compute the same function as ringspan."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ PATTERNS = {
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", PATTERNS)
-def test_a_mask_gives_what_ringspan_gives(name: str, causal: bool) -> None:
+def test_masked_sdpa_equals_ringspan(name: str, causal: bool) -> None:
     q, k, v = torch.randn(3, 1, 100, 4, 16, dtype=torch.float64).unbind()
     attend = masked_sdpa(PATTERNS[name], 100, 4, causal=causal, dtype=torch.float64)
     wanted = rs.attention(q, k, v, pattern=PATTERNS[name], causal=causal)
@@ -26,7 +26,7 @@ def test_a_mask_gives_what_ringspan_gives(name: str, causal: bool) -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", ["powers of two", "odd", "blocked", "shifted"])
-def test_the_count_that_flex_traces_is_the_definition(name: str, causal: bool) -> None:
+def test_branch_counter_of_flex_equals_the_definition(name: str, causal: bool) -> None:
     pattern, heads, n = PATTERNS[name], 4, 70
     assert isinstance(pattern, rs.Dilated)
     count = branch_counter(pattern, heads, causal=causal)

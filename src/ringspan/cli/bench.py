@@ -230,8 +230,12 @@ def _show_cases(cases: Sequence[BenchCase], settings: BenchSettings, as_json: bo
     forecasts = [forecast_case(case, settings.limits) for case in cases]
     if as_json:
         typer.echo(json.dumps({"cases": [forecast.as_json() for forecast in forecasts]}))
-    else:
-        make_console().print(rich_table(report.forecast_table("cases", forecasts, settings.limits)))
+        return
+    console = make_console()
+    console.print(rich_table(report.forecast_table(forecasts, settings.limits)))
+    for forecast in forecasts:
+        if forecast.obstacle:
+            console.print(f"{forecast.case}: {forecast.obstacle}", soft_wrap=True)
 
 
 def _check_study(context: typer.Context, name: str) -> None:

@@ -1,7 +1,8 @@
-"""What torch itself offers for a dilated pattern on one process: SDPA with the pattern as a mask, and FlexAttention.
+"""Alternatives to ringspan, for benchmarks and for `ringspan verify`: torch on one process, and other rings.
 
-Both compute the same function as ringspan: a key that is seen through m branches gets log(m) added to its score. Each
-function here prepares a call (the mask, the blocks) and returns it: ``attend(q, k, v)`` on (batch, seq, heads, dim).
+`masked_sdpa` and `blockwise_flex` compute the same function as ringspan: the score of a key that is seen through m
+branches gets log(m) added. Each prepares its mask or blocks and returns ``attend(q, k, v)`` on (batch, seq, heads,
+head_dim). `torch_ring`, `ring_attention_pytorch` and `all_gather` compute plain attention on the ranks of a group.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from ringspan.geometry import Dilated, Pattern
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-_MASK_ROWS = 512  # rows of a mask that are worked out at a time
+_MASK_ROWS = 512  # rows of a mask that are computed at a time
 
 
 def masked_sdpa(pattern: Pattern, n: int, heads: int, *, causal: bool, dtype: torch.dtype = torch.float32) -> Attend:
-    """`scaled_dot_product_attention` with the pattern as an additive mask (1, heads, n, n), which is made here."""
+    """`scaled_dot_product_attention` with the pattern as an additive mask (1, heads, n, n), which is created here."""
     mask = log_counts(pattern, n, heads, causal=causal, dtype=dtype)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -32,7 +33,7 @@ def masked_sdpa(pattern: Pattern, n: int, heads: int, *, causal: bool, dtype: to
 
 
 def log_counts(pattern: Pattern, n: int, heads: int, *, causal: bool, dtype: torch.dtype = torch.float32) -> Tensor:
-    """log m(p, t) for each head: block of rows by block, so that only the mask itself has n x n numbers for a head."""
+    """log m(p, t) of each head, computed in blocks of rows, so that only the mask itself has n x n numbers per head."""
     mask = torch.empty(1, heads, n, n, dtype=dtype)
     for head in range(heads):
         for start in range(0, n, _MASK_ROWS):
@@ -50,10 +51,9 @@ def log_counts(pattern: Pattern, n: int, heads: int, *, causal: bool, dtype: tor
 
 
 def blockwise_flex(pattern: Dilated, n: int, heads: int, *, causal: bool) -> Attend:
-    """Compiled FlexAttention with a block mask, which is made here; the first call compiles. Forward only on CPUs.
+    """Compiled FlexAttention with a block mask, which is created here. The first call compiles. Forward only on CPUs.
 
-    Given every chance: where lengths and rates are powers of two, segments and offsets are bit operations (with
-    divisions it is several times slower).
+    If lengths and rates are powers of two, segments and offsets are bit operations: divisions are several times slower.
     """
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention, noop_mask  # noqa: PLC0415
 
@@ -67,7 +67,7 @@ def blockwise_flex(pattern: Dilated, n: int, heads: int, *, causal: bool) -> Att
 
     with torch.no_grad():
         blocks = create_block_mask(mask_mod, 1, heads, n, n, device="cpu", _compile=True)
-    blocks.mask_mod = noop_mask  # the scores hide what the pattern hides: no need to work it out twice
+    blocks.mask_mod = noop_mask  # score_mod already masks: the pattern need not be computed twice
     compiled = torch.compile(flex_attention)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ def branch_counter(pattern: Dilated, heads: int, *, causal: bool) -> Callable[[T
     first, total_heads = pattern.first_head, pattern.total_heads or heads
 
     def by_bits(w: int, r: int, h: Tensor, p: Tensor, t: Tensor) -> Tensor:
-        """p and t differ in no bit of the segment's number, and both have the head's offset."""
+        """p and t are in the same segment, and both have the head's offset."""
         return (((p ^ t) & -w) | ((p ^ h) & (r - 1)) | ((t ^ h) & (r - 1))) == 0
 
     def by_division(w: int, r: int, h: Tensor, p: Tensor, t: Tensor) -> Tensor:
@@ -104,16 +104,16 @@ def branch_counter(pattern: Dilated, heads: int, *, causal: bool) -> Callable[[T
 
 
 class GroupAttention(Protocol):
-    """What `--attention` points at."""
+    """Attention on the ranks of a group: the signature that `ringspan verify --attention` expects."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor: ...
 
 
 def torch_ring(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
-    """torch's own context-parallel ring (private functions) with the CPU flash operator; rows lie in zigzag order."""
+    """torch's own context-parallel ring (private functions) with the CPU flash operator. Rows are in zigzag order."""
     if k.shape[2] != q.shape[2]:
         raise NotImplementedError(
-            "the CPU flash operator reads past the end of k and v if they have fewer heads than q"
+            f"{k.shape[2]} KV heads for {q.shape[2]} heads: the CPU flash operator needs as many KV heads as heads"
         )
     return _TorchRing.apply(q, k, v, causal, group)
 
@@ -132,10 +132,10 @@ def ring_attention_pytorch(
     bucket_size: int = 1024,
     striped: bool = False,
 ) -> Tensor:
-    """ring_flash_attn of ring-attention-pytorch (PyPI); its bucket size is the one that it takes unless told.
+    """ring_flash_attn of ring-attention-pytorch (PyPI), with its default bucket size.
 
-    It knows the default group only. On one process its ring would send to itself, which gloo refuses: there it has
-    none. ``striped`` balances causal work, if rows are dealt out one by one.
+    It supports the default group only. On one process its ring is disabled, since gloo cannot send to itself.
+    ``striped`` balances causal work if rows are assigned to ranks one by one.
     """
     from ring_attention_pytorch.ring_flash_attention import ring_flash_attn  # noqa: PLC0415
 
@@ -148,7 +148,7 @@ ring_attention_pytorch.equal_shards = True  # type: ignore[attr-defined]
 
 
 def all_gather(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
-    """Gather all keys and values, then attend own queries to them: right, but every rank holds the whole sequence."""
+    """Gather all keys and values, then attend to them: correct, but every rank holds the whole sequence."""
     keys, values = (_GatherWhole.apply(x, group) for x in (k, v))
     rows, first = q.shape[1], q.shape[1] * dist.get_rank(group)
     grouped = k.shape[2] != q.shape[2]
@@ -164,7 +164,7 @@ all_gather.equal_shards = True  # type: ignore[attr-defined]
 
 
 class _GatherWhole(torch.autograd.Function):
-    """Rows of all ranks, end to end; backward sums the gradients of all ranks and takes this one's rows."""
+    """All-gather of rows along the sequence. Backward sums the gradients of all ranks and returns this rank's rows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -215,5 +215,5 @@ class _TorchRing(torch.autograd.Function):
 def _torch_module(causal: bool) -> Any:
     from torch.distributed.tensor.experimental._context_parallel import _attention  # noqa: PLC0415
 
-    _attention._cp_options.enable_load_balance = causal  # rows lie in zigzag order then
+    _attention._cp_options.enable_load_balance = causal  # rows are in zigzag order then
     return _attention

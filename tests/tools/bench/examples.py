@@ -1,4 +1,4 @@
-"""Small cases, and trials with known figures, for the tests of the benchmark."""
+"""Small cases, and trials with known values, for the tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def case(implementation: str = "ringspan", tokens: int = 256, ranks: int = 1, *,
 
 
 def measured(what: BenchCase, number: int = 1, seconds: float = 1.0, peak: int = 2**20, foreign: float = 0.0) -> Trial:
-    """A trial whose forward took a quarter of the time."""
+    """A trial whose forward pass takes a quarter of the time."""
     return Trial(
         what,
         number,

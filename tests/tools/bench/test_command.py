@@ -1,4 +1,4 @@
-"""`ringspan bench` as a user runs it: in processes of its own."""
+"""`ringspan bench` as a user runs it, in a separate process."""
 
 import json
 import os
@@ -23,18 +23,18 @@ def bench(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*BENCH, *TINY, *options], capture_output=True, text=True, check=False)
 
 
-def test_json_alone_on_stdout_and_going_on_after_an_interruption(tmp_path: Path) -> None:
+def test_prints_only_json_and_continues_after_an_interruption(tmp_path: Path) -> None:
     out = ["--tokens", "128,256", "--out", str(tmp_path), "--json"]
     first = bench(*out)
     assert first.returncode == 0, first.stderr
-    document = json.loads(first.stdout)  # nothing else may stand there
+    document = json.loads(first.stdout)  # and nothing else
     assert [s["case"]["tokens"] for s in document["summaries"]] == [128, 256]
     assert {trial["outcome"] for trial in document["trials"]} == {"measured"}
     assert json.loads((tmp_path / "bench.json").read_text()) == document
     assert "<h1>ringspan bench</h1>" in (tmp_path / "bench.html").read_text()
 
     lines = (tmp_path / "bench.jsonl").read_bytes()
-    (tmp_path / "bench.jsonl").write_bytes(lines[:-40])  # as if the run had been killed while it wrote its last line
+    (tmp_path / "bench.jsonl").write_bytes(lines[:-40])  # as if killed while writing its last line
     again = bench(*out)
     assert "Continuing" in again.stderr
     trials = json.loads(again.stdout)["trials"]
@@ -43,7 +43,7 @@ def test_json_alone_on_stdout_and_going_on_after_an_interruption(tmp_path: Path)
     assert len((tmp_path / "bench.jsonl").read_text().splitlines()) == 2
 
 
-def test_nothing_fits_is_a_report_and_not_a_success(tmp_path: Path) -> None:
+def test_fails_with_a_report_if_nothing_fits(tmp_path: Path) -> None:
     found = bench("--tokens", "256", "--memory", "1MiB", "--out", str(tmp_path), "--json")
     assert found.returncode == 1
     (trial,) = json.loads(found.stdout)["trials"]
@@ -51,14 +51,14 @@ def test_nothing_fits_is_a_report_and_not_a_success(tmp_path: Path) -> None:
 
 
 @starts_processes
-def test_interrupted_it_leaves_nothing_running(tmp_path: Path) -> None:
+def test_interruption_leaves_no_process_running(tmp_path: Path) -> None:
     slow = ["--pattern", "full", "--ranks", "2", "--tokens", "256k", "--memory", "8GiB", "--out", str(tmp_path)]
     process = subprocess.Popen(
         [*BENCH, *slow], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
         ranks = _wait_for_ranks(process, 2)
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of them
+        os.killpg(process.pid, signal.SIGINT)  # to the whole group, as a terminal does
         _, complaints = process.communicate()
     finally:
         process.kill()

@@ -48,7 +48,7 @@ def test_invalid_options_are_named(options: list[str], message: str) -> None:
     assert message in found.output
 
 
-def test_verdicts_do_not_go_beyond_the_noise() -> None:
+def test_verdicts_respect_the_noise() -> None:
     assert verdict([1.0, 1.3], [1.2, 1.5]) == "no difference beyond the noise"
     assert verdict([1.0, 1.1], [0.8, 0.9]) == "faster"
     assert verdict([1.0, 1.1], [1.2, 1.3]) == "no speed-up: slower"

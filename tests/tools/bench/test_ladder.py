@@ -1,4 +1,4 @@
-"""The order of trials, when a ladder ends, and going on after an interruption. Trials have known figures here."""
+"""The order of trials, the end of a ladder, and continuing after an interruption. Trials have known values."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +16,7 @@ Run = Callable[[BenchCase, int, TrialLimits, int], Trial]
 
 
 class Recorder:
-    """Runs nothing, but notes what it was asked to run, and answers as it was told."""
+    """Runs nothing: records the requested trials and returns given answers."""
 
     def __init__(self, answer: Callable[[BenchCase, int], Trial] = measured) -> None:
         self.asked: list[tuple[str, int, int]] = []
@@ -43,7 +43,7 @@ def test_all_cases_of_a_length_take_turns_and_lengths_grow(store: TrialStore) ->
 
 
 @pytest.mark.parametrize("outcome", ["out of memory", "out of time", "crashed"])
-def test_a_ladder_ends_at_its_first_failure_and_others_go_on(store: TrialStore, outcome: str) -> None:
+def test_a_ladder_ends_at_its_first_failure_and_others_continue(store: TrialStore, outcome: str) -> None:
     def answer(what: BenchCase, number: int) -> Trial:
         if what.implementation == "sdpa" and what.tokens == 512:
             return Trial(what, number, outcome, ROOMY, "for the test")  # type: ignore[arg-type]
@@ -66,7 +66,7 @@ def test_a_ladder_ends_at_its_first_failure_and_others_go_on(store: TrialStore, 
     }
 
 
-def test_what_the_plan_says_will_not_fit_is_refused_before_anything_starts(store: TrialStore) -> None:
+def test_cases_that_cannot_fit_by_the_plan_are_refused(store: TrialStore) -> None:
     recorder = Recorder()
     tight = BenchSettings(TrialLimits(65 * 2**20, 60.0), rounds=1)
     fits, large = case(tokens=256), case(tokens=2**20)
@@ -77,7 +77,7 @@ def test_what_the_plan_says_will_not_fit_is_refused_before_anything_starts(store
     assert not trials[1].ran
 
 
-def test_others_are_refused_by_how_they_grew(store: TrialStore) -> None:
+def test_other_implementations_are_refused_by_extrapolation(store: TrialStore) -> None:
     """Memory that grew fourfold from 256 to 512 is expected to grow fourfold again."""
 
     def answer(what: BenchCase, number: int) -> Trial:
@@ -89,7 +89,7 @@ def test_others_are_refused_by_how_they_grew(store: TrialStore) -> None:
     assert trials[-1].reason == "expected to need 64 MiB; 17 MiB allowed"
 
 
-def test_what_would_take_far_too_long_is_refused(store: TrialStore) -> None:
+def test_cases_that_would_take_too_long_are_refused(store: TrialStore) -> None:
     def answer(what: BenchCase, number: int) -> Trial:
         return measured(what, number, seconds=(what.tokens / 256) ** 2)
 
@@ -98,7 +98,7 @@ def test_what_would_take_far_too_long_is_refused(store: TrialStore) -> None:
     assert trials[-1].reason == "expected to take about 16 s; 10 s allowed"
 
 
-def test_a_peer_that_is_not_installed_is_a_row(store: TrialStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_becomes_a_row(store: TrialStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     recorder = Recorder()
     cases = [case("ring_attention_pytorch", tokens, ranks=2, full=True) for tokens in (256, 512)]
@@ -125,8 +125,8 @@ def test_a_disturbed_trial_is_repeated_and_the_least_disturbed_is_kept(store: Tr
     assert (trial.foreign_cores, trial.attempts, trial.disturbed) == (0.05, 2, False)
 
 
-def test_going_on_where_it_stopped(store: TrialStore) -> None:
-    """Interrupted in the third of four trials: those that ended are not run again, and the torn line does no harm."""
+def test_an_interrupted_run_continues(store: TrialStore) -> None:
+    """Interrupted in the third of four trials: finished trials are not run again, and a torn line is dropped."""
     cases = [case(tokens=256), case(tokens=512)]
     settings = BenchSettings(ROOMY, rounds=2)
     answers = iter([1.0, 2.0])
@@ -154,7 +154,7 @@ def test_going_on_where_it_stopped(store: TrialStore) -> None:
     assert more.asked == [("ringspan", 256, 3), ("ringspan", 512, 3)]
 
 
-def test_trials_of_other_conditions_are_left_alone(store: TrialStore) -> None:
+def test_trials_of_other_conditions_are_kept_but_ignored(store: TrialStore) -> None:
     list(run_cases([case()], BenchSettings(ROOMY, rounds=1), store, run=Recorder()))
     other, recorder = TrialStore(store.path, threads=2), Recorder()
     assert (len(other), other.others) == (0, 1)
@@ -163,7 +163,7 @@ def test_trials_of_other_conditions_are_left_alone(store: TrialStore) -> None:
     assert len(TrialStore(store.path, threads=1)) == 1
 
 
-def test_fresh_starts_anew(store: TrialStore) -> None:
+def test_fresh_deletes_stored_trials(store: TrialStore) -> None:
     list(run_cases([case()], BenchSettings(ROOMY, rounds=1), store, run=Recorder()))
     assert len(TrialStore(store.path, threads=1, fresh=True)) == 0
 

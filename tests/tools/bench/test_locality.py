@@ -1,4 +1,4 @@
-"""The counts behind docs/hilbert.md, against counting by hand; and the pictures."""
+"""The counts of the study of orders against brute force, and its pictures."""
 
 import itertools
 
@@ -25,7 +25,7 @@ def near_pairs(shape: tuple[int, ...], radius: float) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("shape", "radius"), [((6, 7), 2), ((5, 4), 1.5), ((3, 4, 3), 1)])
-def test_the_share_is_that_of_all_pairs(order: type[rs.Hilbert], shape: tuple[int, ...], radius: float) -> None:
+def test_share_of_neighbours_equals_brute_force(order: type[rs.Hilbert], shape: tuple[int, ...], radius: float) -> None:
     found, pairs = order(shape), near_pairs(shape, radius)
     place = found.inverse.tolist()
     wanted = sum(place[i] // 9 == place[j] // 9 for i, j in pairs) / len(pairs)
@@ -58,7 +58,7 @@ def test_a_rank_holds_a_compact_region() -> None:
     assert torch.equal(ranks_of_cells(rs.RowMajor((64, 64)), 16), (torch.arange(64) // 4)[:, None].expand(64, 64))
 
 
-def test_drawings_and_what_cannot_be_drawn(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_orders_are_drawn_or_refused(tmp_path) -> None:  # type: ignore[no-untyped-def]
     figure = draw_orders([order((8, 12)) for order in ORDERS], segment_length=16, ring_size=3)
     figure.savefig(tmp_path / "orders.png")
     assert [axis.get_title().split(",")[0] for axis in figure.axes[:4]] == ["RowMajor", "Snake", "Morton", "Hilbert"]

@@ -1,4 +1,4 @@
-"""The pages: from trials of known figures, through the real tables and pictures, to Markdown and HTML."""
+"""Reports from trials with known values: tables, pictures, Markdown and HTML."""
 
 import io
 from dataclasses import replace
@@ -67,7 +67,7 @@ def test_a_report_of_failures_only() -> None:
 
 
 def disturbed_report(*, rounds: int, disturbed: int) -> Page:
-    """One process and two, so many rounds; others kept half a core busy in the first ones, which took twice as long."""
+    """One process and two. Other programs keep half a core busy in the disturbed rounds, which take twice as long."""
     trials = [
         measured(case(ranks=ranks), number, (8.0 if number <= disturbed else 4.0) / ranks, foreign=0.5)
         if number <= disturbed
@@ -78,7 +78,7 @@ def disturbed_report(*, rounds: int, disturbed: int) -> Page:
     return report.make_page(trials, "ringspan bench")
 
 
-def test_what_was_disturbed_is_never_headlined_and_marked_wherever_it_is_shown(tmp_path: Path) -> None:
+def test_disturbed_times_are_marked_and_never_headlined(tmp_path: Path) -> None:
     page = disturbed_report(rounds=3, disturbed=3)
     assert " s on 2 processes" not in page.sentence
     assert "times the speed" not in page.sentence
@@ -94,10 +94,10 @@ def test_what_was_disturbed_is_never_headlined_and_marked_wherever_it_is_shown(t
     assert "†" in report.write_report(page, {}, tmp_path)["html"].read_text()
     trials = [measured(case(ranks=ranks), 1, 8.0, foreign=0.5) for ranks in (1, 2)]
     (terminal,) = terminal_tables(summarize(trials))
-    assert all(cell.endswith("†") for cell in terminal.rows[2][3:7])
+    assert all(cell.endswith("†") for cell in terminal.rows[2][2:6])
 
 
-def test_a_disturbed_round_does_not_count_where_there_are_others() -> None:
+def test_disturbed_rounds_do_not_count_if_there_are_others() -> None:
     page = disturbed_report(rounds=3, disturbed=1)
     assert "in 2.00 s on 2 processes, 2.00 times the speed of one process" in page.sentence
     one, two = cells_of(page, "Speed")[1:]
@@ -107,7 +107,7 @@ def test_a_disturbed_round_does_not_count_where_there_are_others() -> None:
     assert "disturbed by other programs" not in throughput.figure.axes[0].get_legend_handles_labels()[1]
 
 
-def test_a_speed_up_without_a_round_that_both_ran_undisturbed_is_not_headlined() -> None:
+def test_speed_up_needs_a_round_that_is_undisturbed_on_both_sides() -> None:
     trials = [
         measured(case(ranks=1), 1, 9.0, foreign=0.5),
         measured(case(ranks=1), 2, 4.0),
@@ -133,7 +133,7 @@ def test_a_ring_that_sends_nothing_is_named() -> None:
 
 @pytest.fixture(scope="module")
 def suite(tmp_path_factory: pytest.TempPathFactory) -> tuple[Page, Path]:
-    """The results suite with known figures: time and memory go with tokens / ranks; masks run out of memory."""
+    """The suite `results` with known values: time and memory are proportional to tokens / ranks; masks do not fit."""
 
     def answer(what: BenchCase, number: int, limits: TrialLimits, threads: int) -> Trial:
         if what.implementation == "sdpa_mask":
@@ -168,7 +168,7 @@ def test_the_results_page_has_every_table(suite: tuple[Page, Path]) -> None:
         assert (root / f"docs/figures/results_{name}.png").stat().st_size > 10_000
 
 
-def test_the_results_page_says_what_was_measured(suite: tuple[Page, Path]) -> None:
+def test_the_results_page_shows_the_measured_values(suite: tuple[Page, Path]) -> None:
     page, _ = suite
     memory = cells_of(page, "Memory by ring size")
     full = [row for row in memory if row[:3] == ["512", "full", "2"]]
@@ -200,7 +200,7 @@ def test_parts_share_their_trials(suite: tuple[Page, Path]) -> None:
     assert len(lines) == len(store)
 
 
-def test_what_is_missing_is_shown_with_its_extra() -> None:
+def test_tables_print_brackets_literally() -> None:
     remedy = "ring_attention_pytorch is not installed: pip install 'ringspan[peers]'"
     table = Table("missing", [["reason"], [remedy]])
     console = Console(width=200, record=True, file=io.StringIO())

@@ -26,7 +26,7 @@ def test_the_largest_rank_counts() -> None:
 
 
 def test_speed_up_compares_rounds_with_each_other() -> None:
-    """The machine became half as fast in the third round, for both: the ratio does not care."""
+    """In the third round the machine is half as fast for both, which does not change the ratio."""
     alone = [measured(case(), number, seconds) for number, seconds in ((1, 4.0), (2, 4.2), (3, 8.0))]
     two = [measured(case(ranks=2), number, seconds) for number, seconds in ((1, 2.0), (2, 2.0), (3, 4.0))]
     found = summarize(alone + two)
@@ -52,7 +52,7 @@ def test_reach_is_the_longest_length_without_a_failure() -> None:
 
 @pytest.mark.parametrize(("seen", "tokens", "wanted"), [({100: 5.0}, 200, 20.0), ({100: 5.0, 200: 5.0}, 400, 10.0)])
 def test_extrapolation_is_cautious(seen: dict[int, float], tokens: int, wanted: float) -> None:
-    """One length alone: by the square. No growth yet: by the length at least."""
+    """Quadratic from one length; at least linear if there was no growth."""
     from ringspan.tools.bench.ladder import extrapolate
 
     assert extrapolate(seen, tokens) == wanted

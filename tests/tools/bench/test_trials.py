@@ -1,4 +1,4 @@
-"""Trials in real processes: what they measure, and how running out of memory or time, and dying, become results."""
+"""Trials in real processes: their measurements, and running out of memory or time and crashes as results."""
 
 import threading
 import time
@@ -16,10 +16,10 @@ from tests.tools.bench.examples import ROOMY, SMALL, case
 
 pytestmark = starts_processes
 
-SLOW = replace(SMALL, tokens=2**19, ranks=2, heads=4, pattern=rs.Full())  # many minutes, if nobody ends it
+SLOW = replace(SMALL, tokens=2**19, ranks=2, heads=4, pattern=rs.Full())  # takes many minutes unless it is stopped
 
 
-def test_two_ranks_are_measured_and_need_what_the_plan_says() -> None:
+def test_two_ranks_need_the_memory_and_bytes_of_the_plan() -> None:
     spanning = replace(case(tokens=8192, ranks=2), pattern=rs.Dilated.spanning(8192), heads=8, dim=64)
     trial = run_trial(spanning, 1, ROOMY)
     assert trial.outcome == "measured", trial.reason
@@ -33,8 +33,8 @@ def test_two_ranks_are_measured_and_need_what_the_plan_says() -> None:
     assert list(trial.sent_bytes) == sent
 
 
-def test_a_simulated_ring_tells_the_peak_of_each_rank() -> None:
-    """What virtual ranks hold is what the plan says, and the results of kernel calls, which the workspace bounds."""
+def test_a_simulated_ring_reports_the_peak_of_each_rank() -> None:
+    """Virtual ranks hold what the plan says, plus the results of kernel calls, which the workspace bounds."""
     trial = run_trial(replace(case("simulated", tokens=8192, ranks=4), heads=8, dim=64), 1, ROOMY)
     assert len(trial.peak_bytes) == 4
     for peak, planned in zip(trial.peak_bytes, planned_bytes(trial.case), strict=True):
@@ -73,12 +73,12 @@ def test_a_rank_that_is_killed_is_a_result() -> None:
 
 
 def _ranks() -> list[psutil.Process]:
-    """The processes that this one has started as ranks: the children of its fork server."""
+    """The ranks of this process: the children of its fork server."""
     return [rank for child in psutil.Process().children() for rank in child.children()]
 
 
 def _busy_child(seconds: float) -> psutil.Process:
-    """A rank that has been busy for so long."""
+    """A rank that has used this much CPU time."""
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         for child in _ranks():
@@ -94,7 +94,7 @@ def test_cases_and_trials_survive_json() -> None:
     assert trial_from_json(trial.as_json()) == trial
 
 
-def test_whether_a_trial_still_holds_under_other_limits() -> None:
+def test_when_a_trial_holds_under_other_limits() -> None:
     done = Trial(SMALL, 1, "measured", ROOMY, peak_bytes=(100, 100), wall_seconds=5.0)
     assert done.holds_under(TrialLimits(200, 5.0))
     assert not done.holds_under(TrialLimits(199, 5.0))
@@ -110,6 +110,6 @@ def test_whether_a_trial_still_holds_under_other_limits() -> None:
 @pytest.mark.parametrize(
     ("foreign", "seconds", "disturbed"), [(0.05, 10.0, False), (0.2, 10.0, True), (0.2, 0.1, False)]
 )
-def test_disturbance_counts_from_a_tenth_of_a_core_on(foreign: float, seconds: float, disturbed: bool) -> None:
+def test_a_trial_is_disturbed_above_a_tenth_of_a_core(foreign: float, seconds: float, disturbed: bool) -> None:
     trial = Trial(SMALL, 1, "measured", ROOMY, forward_seconds=seconds, foreign_cores=foreign)
     assert trial.disturbed == disturbed

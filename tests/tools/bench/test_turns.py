@@ -1,4 +1,4 @@
-"""Calls timed in turns: what other programs disturb is timed again, and what stays disturbed is counted."""
+"""Calls timed in turns: disturbed calls are timed again, and those that stay disturbed are counted."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from ringspan.tools.measure import Stopwatch
 
 
 class LoadedStopwatch(Stopwatch):
-    """A stopwatch on a machine with a known load: so many cores during each call, and each takes a second."""
+    """A stopwatch with known loads: each call takes one second while other programs use this many cores."""
 
     loads: list[float] = []  # noqa: RUF012
 

@@ -133,32 +133,32 @@ def speed_table(summaries: Summaries) -> Table:
 
 
 def terminal_tables(summaries: Summaries) -> list[Table]:
-    """Medians only, one table for each pattern, at most 80 columns wide. The report has the rest."""
+    """Medians only, one table for each pattern and implementation, at most 80 columns wide. The report has the rest."""
     tables = []
-    for pattern in dict.fromkeys(case.ladder.pattern for case in summaries):
-        rows: Rows = [["", "tokens", "ranks", "forward", "backward", "tok/s", "speed-up", "memory", "sent"]]
-        for case, summary in summaries.items():
-            if case.ladder.pattern == pattern:
-                rows.append(
-                    [case.implementation, f"{case.tokens:,}", str(case.ranks), *_medians(summaries, case, summary)]
-                )
-        patterns = dict.fromkeys(case.pattern.text for case in summaries if case.ladder.pattern == pattern)
-        tables.append(Table("; ".join(patterns), rows))
+    for pattern, name in dict.fromkeys((case.ladder.pattern, case.implementation) for case in summaries):
+        rows: Rows = [["tokens", "ranks", "fwd, s", "bwd, s", "tok/s", "speed-up", "MiB", "sent"]]
+        cases = [case for case in summaries if (case.ladder.pattern, case.implementation) == (pattern, name)]
+        rows += [[f"{case.tokens:,}", str(case.ranks), *_medians(summaries, case)] for case in cases]
+        patterns = "; ".join(dict.fromkeys(case.pattern.text for case in cases))
+        tables.append(Table(f"{name}, {patterns}", rows))
     return tables
 
 
-def _medians(summaries: Summaries, case: BenchCase, summary: Summary) -> list[str]:
+def _medians(summaries: Summaries, case: BenchCase) -> list[str]:
+    """Cells without units and spaces: seconds, tokens per second, a factor, MiB of the largest rank, MiB sent."""
+    summary = summaries[case]
     if not summary.measured:
         return [summary.failure.outcome if summary.failure else "", "", "", "", "", ""]
     gain = speed_up(summaries, case)
-    return [
+    cells = [
         seconds(summary.forward.median) + mark(summary.forward),
-        seconds(summary.backward.median) + mark(summary.backward) if case.backward else "not run",
+        seconds(summary.backward.median) + mark(summary.backward) if case.backward else "",
         throughput(summary),
-        f"{gain.median:.2f} x{mark(gain)}" if gain else "",
+        f"{gain.median:.2f}{mark(gain)}" if gain else "",
         mebibytes(summary.rank_bytes.median),
         sent_cell(summary),
     ]
+    return [cell.replace(" s", "").replace(" MiB", "").replace(DISTURBED_MARK, "†") for cell in cells]
 
 
 def sent_cell(summary: Summary) -> str:
@@ -270,13 +270,20 @@ def why(trial: Trial) -> str:
     return f"{trial.outcome} ({trial.reason})" if trial.reason else trial.outcome
 
 
-def forecast_table(title: str, forecasts: Sequence[CaseForecast], limits: TrialLimits) -> Table:
+def forecast_table(forecasts: Sequence[CaseForecast], limits: TrialLimits) -> Table:
     """The cases that would run. For other implementations memory is a lower bound."""
-    rows = [["case", "layout", "all ranks need", "obstacle"]]
+    rows: Rows = [["implementation", "tokens", "ranks", "layout", "memory, MiB", "runs"]]
     for one in forecasts:
-        bound = "" if one.exact else "at least "
-        rows.append([str(one.case), one.case.layout, bound + mebibytes(one.memory_bytes), one.obstacle])
-    return Table(f"{title}: {len(forecasts)}, {mebibytes(limits.memory_bytes)} allowed for each", rows)
+        case, bound = one.case, "" if one.exact else "≥ "
+        memory = f"{bound}{one.memory_bytes / 2**20:,.0f}"
+        rows.append(
+            [case.implementation, f"{case.tokens:,}", str(case.ranks), case.layout, memory, _yes(not one.obstacle)]
+        )
+    return Table(f"{len(forecasts)} cases, {mebibytes(limits.memory_bytes)} allowed for each", rows)
+
+
+def _yes(flag: bool) -> str:
+    return "yes" if flag else "no"
 
 
 def make_page(trials: Sequence[Trial], command: str) -> Page:
