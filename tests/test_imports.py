@@ -126,3 +126,12 @@ def test_every_public_name_resolves(name: str) -> None:
 def test_patterns_are_importable_without_torch() -> None:
     script = "import sys; sys.modules['torch'] = None; import ringspan as rs; rs.Dilated((8,), (2,)); rs.ByNode(2)"
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+
+
+def test_classes_have_unique_names() -> None:
+    found: dict[str, list[str]] = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(str(path.relative_to(SOURCE)))
+    assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}

@@ -1,8 +1,8 @@
-"""The Hilbert curve through the cells of any box, in any number of dimensions: many boxes at once, by torch operations.
+"""The Hilbert curve through the cells of any box, in any number of dimensions, with torch operations on many boxes.
 
-A box is walked from one of its corners to the next corner along one of its sides, its *course*. It is cut into parts
-that are walked the same way, each of which ends beside the cell where the next begins; parts are cut again until they
-are cells. docs/hilbert.md says why steps lead from neighbour to neighbour, and when.
+The curve enters a box at one corner and leaves it at the next corner along one side, the box's *course*. The box is cut
+into parts with the same property, each of which ends next to the cell where the next one starts; parts are cut again
+until they are single cells. docs/hilbert.md explains when consecutive cells are adjacent.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 
 FIRST, SECOND, WHOLE = range(3)
-_MOST_SIDES = 12  # a box with so many is cut into 2 ** 11 parts at a time
+_MOST_SIDES = 12  # a box with this many sides is cut into 2 ** 11 parts at a time
 
 
 class SideRange(NamedTuple):
-    """What a part has of a side: its first half, its second or all of it; and from which end it is entered."""
+    """The range of one side that a part covers (first half, second half, whole), and the end at which it starts."""
 
     half: int
     from_far_end: bool
 
 
 class BoxPart(NamedTuple):
-    """A part of a box: a side_range of each side that is cut, and which of these sides is the part's own course."""
+    """A part of a box: a side_range of each side that is cut, and the index of the side that is the part's course."""
 
     course: int
     ranges: tuple[SideRange, ...]
@@ -35,10 +35,10 @@ class BoxPart(NamedTuple):
 
 @lru_cache
 def parts_of_box(sides: int) -> tuple[BoxPart, ...]:
-    """The parts of a box of which ``sides`` sides are cut, in the order of the walk; the last side is the box's course.
+    """The parts of a box of which ``sides`` sides are cut, in curve order; the last side is the box's course.
 
-    The corners are visited as by a Gray code: from each to the next, one side changes. Those between the first and
-    the last come in pairs with a common course, and a pair stays one part.
+    Corners are visited in Gray code order: one side changes from each to the next. Those between the first and the last
+    come in pairs with a common course, and each pair is one part.
 
     >>> [part.course for part in parts_of_box(2)]  # up, along, down: the shape of Hilbert's curve
     [0, 1, 0]
@@ -59,10 +59,10 @@ def parts_of_box(sides: int) -> tuple[BoxPart, ...]:
 
 
 class Boxes(NamedTuple):
-    """Many boxes. Slot 0 of each is its course, the other slots are its other sides.
+    """Many boxes. Slot 0 of each is its course; the other slots are its other sides.
 
-    ``sizes`` are the lengths of the sides, ``position`` counts the cells of the curve before the box. ``tags`` and
-    ``marks`` (one for each slot) are the caller's.
+    ``sizes`` are the lengths of the sides; ``position`` is the number of cells on the curve before the box. ``tags``
+    and ``marks`` (one per slot) belong to the caller.
     """
 
     position: Tensor
@@ -71,14 +71,14 @@ class Boxes(NamedTuple):
     marks: list[Tensor]
 
     def where(self, mask: Tensor) -> Boxes:
-        """Some of the boxes."""
+        """The boxes selected by the mask."""
         numbers = mask.nonzero().squeeze(1)
         sizes, marks = ([x[numbers] for x in columns] for columns in (self.sizes, self.marks))
         return Boxes(self.position[numbers], self.tags[numbers], sizes, marks)
 
 
 class Cut(NamedTuple):
-    """One part of each of ``boxes``, slot by slot: its size, the place where it is entered, the way it then goes."""
+    """One part of each of ``boxes``, by slot: its size, the coordinate where the curve enters, and its direction."""
 
     boxes: Boxes
     course: int
@@ -89,7 +89,7 @@ class Cut(NamedTuple):
     volume: Tensor
 
     def become(self, tags: Tensor, marks: list[Tensor]) -> Boxes:
-        """The parts as boxes of their own: their course comes first."""
+        """The parts as boxes, with their course in slot 0."""
         sizes, marks = ([*x[self.course :], *x[: self.course]] for x in (self.sizes, marks))
         return Boxes(self.position, tags, sizes, marks)
 
@@ -109,10 +109,10 @@ def hilbert_curve(shape: Sequence[int], device: torch.device | str | None = None
 
 
 def follow(boxes: Boxes, cells: int) -> Tensor:
-    """The cells of some boxes, ``cells`` in all, at their positions.
+    """The ``cells`` cells of all boxes, at their positions on the curve.
 
-    The tag of a box is the cell where one enters it, its marks are the steps from cell to cell along its sides. No box
-    is a single cell.
+    The tag of a box is the cell where the curve enters it; its marks are the index steps along its sides. No box is a
+    single cell.
     """
     curve = torch.empty(cells, dtype=torch.int64, device=boxes.tags.device)
     while len(boxes.tags):
@@ -131,7 +131,7 @@ def follow(boxes: Boxes, cells: int) -> Tensor:
 
 
 def hilbert_positions(cells: Tensor, shape: Sequence[int]) -> Tensor:
-    """The positions on the curve through a box of some of its cells, (cells, dimensions); nothing is made for the rest.
+    """The positions of the given cells, (cells, dimensions), on the curve through a box, without computing the rest.
 
     >>> hilbert_positions(torch.tensor([[0, 1], [1, 3]]), (2, 4)).tolist()
     [3, 6]
@@ -159,9 +159,9 @@ def hilbert_positions(cells: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _slots(shape: Sequence[int]) -> list[int]:
-    """The axes of the whole box that are longer than one cell, its course first: a long side, and even if there is one.
+    """The axes of the box that are longer than one cell, the course first: a long side, and an even one if possible.
 
-    Between a corner and the next along an odd side there is no walk through an even number of cells.
+    No path from a corner to the next one along an odd side visits an even number of cells.
     """
     longest = max(shape)
     even = [axis for axis, side in enumerate(shape) if side % 2 == 0 and 3 * side >= 2 * longest]
@@ -170,8 +170,8 @@ def _slots(shape: Sequence[int]) -> list[int]:
     slots = [axis for axis in axes if shape[axis] > 1]
     if len(slots) > _MOST_SIDES:
         raise ValueError(
-            f"{len(slots)} sides with more than one cell: a Hilbert curve is made for up to {_MOST_SIDES}; use fewer "
-            "dimensions, or Morton, which takes any number"
+            f"{len(slots)} sides with more than one cell: a Hilbert curve supports up to {_MOST_SIDES}; use fewer "
+            "dimensions, or Morton, which supports any number"
         )
     return slots
 
@@ -214,13 +214,13 @@ def _cut_alike(boxes: Boxes, sides: list[int]) -> Iterator[Cut]:
 
 
 def _first_half(sizes: Tensor) -> Tensor:
-    """About a half, and even: then the parts of even sides are even again, and only twos are cut into ones."""
+    """About a half, and even, so that parts of even sides are even and only sides of 2 are cut into ones."""
     half = sizes // 2
     return half + (half & 1) * (sizes > 2)
 
 
 def _with_long_course(boxes: Boxes) -> Boxes:
-    """Boxes of odd sides can come to have a course of one cell: they take their longest side instead."""
+    """Replace a course of one cell, which can occur in boxes with odd sides, by the longest side."""
     flat = boxes.sizes[0] == 1
     if len(boxes.sizes) == 1 or not flat.any():
         return boxes
@@ -236,7 +236,7 @@ def _with_long_course(boxes: Boxes) -> Boxes:
 
 
 def _join(boxes: list[Boxes]) -> Boxes:
-    """Boxes in any order: each knows its position."""
+    """Concatenate boxes. Their order does not matter, because each has its position."""
     columns = zip(*((x.position, x.tags, *x.sizes, *x.marks) for x in boxes), strict=True)
     position, tags, *others = (torch.cat(column) for column in columns)
     return Boxes(position, tags, others[: len(others) // 2], others[len(others) // 2 :])
