@@ -1,7 +1,7 @@
 """Compares four orders of one grid: the same small transformer, trained at the same cost.
 
     python examples/grid_orders.py              # a few minutes on two cores; writes docs/figures/hilbert_learning.png
-    python examples/grid_orders.py --side 32    # a narrow grid, where a segment is two whole rows and row-major order suffices
+    python examples/grid_orders.py --side 32    # a narrow grid, where row-major order suffices: a segment is two rows
 
 The task needs two-dimensional neighbourhoods: the model fills in smooth random fields with most cells hidden. A cell
 that sees a compact patch around it can do that; one that sees a strip of its row cannot. Weights, data, segments and

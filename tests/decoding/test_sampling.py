@@ -85,7 +85,7 @@ def test_logits_of_another_shape_are_refused(logits: Any, temperature: float) ->
 
 
 def test_logits_that_are_no_numbers_are_refused() -> None:
-    with pytest.raises(ValueError, match="logits are not numbers"):
+    with pytest.raises(ValueError, match="logits are not finite"):
         Sampler()(torch.full((1, 4), float("nan")))
 
 

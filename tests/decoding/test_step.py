@@ -300,3 +300,15 @@ class TestBadInput:
         for unclear in (0, None, torch.tensor(0), torch.zeros(1, 2, dtype=torch.int64)):
             with pytest.raises(TypeError, match="must be a sequence of ints"):
                 self.cache.select(unclear)  # type: ignore[arg-type]
+
+
+def test_unselected_rows_warn_once_when_the_cache_is_created() -> None:
+    pattern = rs.Dilated((6, 12), (2, 3))
+    with pytest.warns(UserWarning, match="no branch selects row 1") as found:
+        cache = rs.Cache(pattern, kv_heads=1, head_dim=4)
+    assert len(found) == 1
+    assert found[0].filename == __file__
+    x = torch.randn(1, 5, 1, 4)
+    for _ in range(6):  # warnings are errors here
+        rs.attention_step(x, x, x, cache)
+    rs.Cache(pattern, kv_heads=1, head_dim=4)

@@ -196,10 +196,9 @@ def test_encoder_decoders_are_refused() -> None:
         ("phi", "a bias of the head"),
         ("recurrent_gemma", "logits_soft_cap=30.0"),
         ("llama4_text", "Llama4ForCausalLM names no base model"),
-        ("prophetnet", "ngram=2"),
     ],
 )
-def test_heads_that_are_no_product_are_refused_by_the_sliced_loss(kind: str, reason: str) -> None:
+def test_sliced_loss_refuses_heads_that_are_more_than_a_matrix(kind: str, reason: str) -> None:
     from ringspan.integrations.transformers import causal_lm_loss
 
     with pytest.raises(ValueError, match=reason):
@@ -229,3 +228,16 @@ def test_decoding_with_a_cache_is_refused() -> None:
     model = model_of("llama", "ringspan")
     with pytest.raises(ValueError, match="another cache"):
         model.generate(torch.randint(128, (1, 10)), max_new_tokens=3, do_sample=False)
+
+
+def test_sliced_loss_refuses_models_that_predict_several_tokens_per_row() -> None:
+    from transformers import ProphetNetConfig, ProphetNetForCausalLM
+
+    from ringspan.integrations.transformers import causal_lm_loss
+
+    layers = dict(
+        num_encoder_layers=1, num_decoder_layers=1, num_encoder_attention_heads=2, num_decoder_attention_heads=2
+    )
+    config = ProphetNetConfig(vocab_size=64, hidden_size=16, encoder_ffn_dim=16, decoder_ffn_dim=16, **layers)
+    with pytest.raises(ValueError, match="ngram=2"):
+        causal_lm_loss(ProphetNetForCausalLM(config), {}, ring=None)  # type: ignore[arg-type]
