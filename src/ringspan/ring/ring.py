@@ -41,7 +41,7 @@ class Ring:
     ) -> None:
         check_layout_name(layout)
         check_routing(routing)
-        self.group = _process_group(group)
+        self._made_of = group
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.size < min_size:
             raise RingError(
@@ -60,6 +60,13 @@ class Ring:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ring:
         return self  # a handle: copies of a module share its ring
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group. Resolved at each use: a ring that kept the default group alive past
+        `destroy_process_group` would leave its threads to the interpreter's exit, where gloo can abort.
+        """
+        return _process_group(self._made_of)
 
     def reset_counters(self) -> None:
         """Set all counters to zero."""
