@@ -157,14 +157,14 @@ def test_an_order_that_nobody_keeps_lives_until_backward() -> None:
     ("options", "error", "message"),
     [
         (dict(order="hilbert"), TypeError, "order='hilbert': must be an order such as Hilbert"),
-        (dict(order=rs.Hilbert((8, 8)), causal=True), ValueError, "with causal=True: .* order the data once, before"),
+        (dict(order=rs.Hilbert((8, 8)), causal=True), ValueError, "causal=True"),
         (dict(order=rs.Hilbert((8, 9))), ValueError, "64 rows, but Hilbert.* has 72 cells"),
         (dict(order=rs.Hilbert((8, 8)), lengths=(32, 32)), ValueError, "32 rows, but Hilbert.* has 64 cells"),
         (dict(order=rs.Hilbert((8, 8)), ring=rs.SimulatedRing(2)), ValueError, "order the data once, before the model"),
         (
             dict(order=rs.Hilbert.folded(10), ring=rs.SimulatedRing(2, "contiguous")),
             ValueError,
-            "moves rows across row 32, where rank 1 of 2 begins .* order the data once, before the model",
+            "moves rows across row 32",
         ),
     ],
 )
