@@ -246,8 +246,8 @@ def communication_seconds(ring: Ring, pattern: Pattern, seq_len: int, k: Tensor,
     """
     layout = ring.layout_of(seq_len)
     plan = plan_rank(pattern, Documents((seq_len,)), layout, ring.rank, k.shape[2], causal, ring.routing)
+    ring.reset_counters()
     ((_, transport, (keys, values)),) = ring.shard(layout, [(k, 1), (v, 1)])
     dist.barrier(ring.group)
-    ring.reset_counters()
     run_schedule([RankRun(plan, transport, keys, values, ())])
     return ring.counters.waiting_seconds

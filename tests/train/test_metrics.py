@@ -101,9 +101,6 @@ def measured_communication(settings: TrainSettings) -> tuple[float | None, list[
     return trainer._communication_seconds, shares
 
 
-@pytest.mark.xfail(
-    strict=True, reason="communication_seconds resets the ring's counters after the transport took the old ones: 0.0 s"
-)
 def test_communication_is_measured_on_request(tmp_path: Path) -> None:
     settings = settings_for(tmp_path, measure_communication=True, steps=2)
     for seconds, shares in run_local_ranks(2, measured_communication, settings):
