@@ -54,8 +54,8 @@ class ResultsPart:
 class ResultsScale:
     """The sizes of the suite. Lengths grow step by step, since each step is checked before the next is tried.
 
-    ``pattern`` is "spanning" (the pattern spans each length) or the text of one pattern for all lengths. Memory of 0
-    bytes stands for a share of the free memory when the suite starts.
+    ``pattern`` is "spanning" (the pattern spans each length) or the text of one pattern for all lengths. A memory of 0
+    bytes means a share of the free memory when the suite starts.
     """
 
     pattern: str

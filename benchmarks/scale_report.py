@@ -124,8 +124,8 @@ def flat_table(warm: dict[str, list[float]]) -> Table:
     rows: Rows = [["tokens", "µs per token", "from", "to", "relative", "from", "to"]]
     for (name, times), ratios in zip(warm.items(), _relative(warm).values(), strict=True):
         clock = [1e6 * time for time in (statistics.median(times), min(times), max(times))]
-        beside = (statistics.median(ratios), min(ratios), max(ratios))
-        rows.append([f"{int(name):,}", *(f"{x:.3f}" for x in clock), *(f"{x:.3f}" for x in beside)])
+        relative_times = (statistics.median(ratios), min(ratios), max(ratios))
+        rows.append([f"{int(name):,}", *(f"{x:.3f}" for x in clock), *(f"{x:.3f}" for x in relative_times)])
     by_clock = _excess([statistics.median(times) for times in warm.values()])
     relative = _excess([statistics.median(ratios) for ratios in _relative(warm).values()])
     text = FLAT_TEXT.format(rounds=len(next(iter(warm.values()))))

@@ -19,11 +19,11 @@ class Recorder:
     """Runs nothing: records the requested trials and returns given answers."""
 
     def __init__(self, answer: Callable[[BenchCase, int], Trial] = measured) -> None:
-        self.asked: list[tuple[str, int, int]] = []
+        self.requests: list[tuple[str, int, int]] = []
         self.answer = answer
 
     def __call__(self, what: BenchCase, number: int, limits: TrialLimits, threads: int) -> Trial:
-        self.asked.append((what.implementation, what.tokens, number))
+        self.requests.append((what.implementation, what.tokens, number))
         return self.answer(what, number)
 
 
@@ -36,7 +36,7 @@ def test_all_cases_of_a_length_take_turns_and_lengths_grow(store: TrialStore) ->
     cases = [case(name, tokens, full=True) for name in ("ringspan", "sdpa") for tokens in (512, 256)]
     recorder = Recorder()
     trials = list(run_cases(cases, BenchSettings(ROOMY, rounds=2), store, run=recorder))
-    assert recorder.asked == [
+    assert recorder.requests == [
         (name, tokens, number) for tokens in (256, 512) for number in (1, 2) for name in ("ringspan", "sdpa")
     ]
     assert len(trials) == 8
@@ -52,12 +52,12 @@ def test_a_ladder_ends_at_its_first_failure_and_others_continue(store: TrialStor
     cases = [case(name, tokens, full=True) for name in ("ringspan", "sdpa") for tokens in (256, 512, 1024, 2048)]
     recorder = Recorder(answer)
     trials = list(run_cases(cases, BenchSettings(ROOMY, rounds=2), store, run=recorder))
-    assert [asked for asked in recorder.asked if asked[0] == "sdpa"] == [
+    assert [request for request in recorder.requests if request[0] == "sdpa"] == [
         ("sdpa", 256, 1),
         ("sdpa", 256, 2),
         ("sdpa", 512, 1),
     ]
-    assert sum(asked[0] == "ringspan" for asked in recorder.asked) == 8
+    assert sum(request[0] == "ringspan" for request in recorder.requests) == 8
     ends = {t.case.tokens: (t.outcome, t.reason) for t in trials if t.case.implementation == "sdpa" and not t.measured}
     assert ends == {
         512: (outcome, "for the test"),
@@ -71,7 +71,7 @@ def test_cases_that_cannot_fit_by_the_plan_are_refused(store: TrialStore) -> Non
     tight = BenchSettings(TrialLimits(65 * 2**20, 60.0), rounds=1)
     fits, large = case(tokens=256), case(tokens=2**20)
     trials = list(run_cases([fits, large], tight, store, run=recorder))
-    assert recorder.asked == [("ringspan", 256, 1)]
+    assert recorder.requests == [("ringspan", 256, 1)]
     assert trials[1].outcome == "refused"
     assert trials[1].reason == "planned to need 1,096 MiB; 65 MiB allowed"
     assert not trials[1].ran
@@ -103,7 +103,7 @@ def test_a_missing_package_becomes_a_row(store: TrialStore, monkeypatch: pytest.
     recorder = Recorder()
     cases = [case("ring_attention_pytorch", tokens, ranks=2, full=True) for tokens in (256, 512)]
     trials = list(run_cases(cases, BenchSettings(ROOMY), store, run=recorder))
-    assert not recorder.asked
+    assert not recorder.requests
     assert [trial.outcome for trial in trials] == ["not installed", "not tried"]
     assert trials[0].reason == "ring_attention_pytorch is not installed: pip install -c constraints.txt -e '.[peers]'"
 
@@ -112,7 +112,12 @@ def test_long_trials_are_not_repeated(store: TrialStore) -> None:
     recorder = Recorder(lambda what, number: measured(what, number, seconds=what.tokens / 100))
     cases = [case(tokens=256), case(tokens=2048)]
     list(run_cases(cases, BenchSettings(ROOMY, rounds=3, long_seconds=10.0), store, run=recorder))
-    assert recorder.asked == [("ringspan", 256, 1), ("ringspan", 256, 2), ("ringspan", 256, 3), ("ringspan", 2048, 1)]
+    assert recorder.requests == [
+        ("ringspan", 256, 1),
+        ("ringspan", 256, 2),
+        ("ringspan", 256, 3),
+        ("ringspan", 2048, 1),
+    ]
 
 
 def test_a_disturbed_trial_is_repeated_and_the_least_disturbed_is_kept(store: TrialStore) -> None:
@@ -145,13 +150,13 @@ def test_an_interrupted_run_continues(store: TrialStore) -> None:
     again, recorder = TrialStore(store.path, threads=1), Recorder()
     assert len(again) == 2
     trials = list(run_cases(cases, settings, again, run=recorder))
-    assert recorder.asked == [("ringspan", 512, 1), ("ringspan", 512, 2)]
+    assert recorder.requests == [("ringspan", 512, 1), ("ringspan", 512, 2)]
     assert [trial.total_seconds for trial in trials] == [1.0, 2.0, 1.0, 1.0]
     assert len(TrialStore(store.path, threads=1)) == 4
 
     more = Recorder()
     list(run_cases(cases, replace(settings, rounds=3), TrialStore(store.path, threads=1), run=more))
-    assert more.asked == [("ringspan", 256, 3), ("ringspan", 512, 3)]
+    assert more.requests == [("ringspan", 256, 3), ("ringspan", 512, 3)]
 
 
 def test_trials_of_other_conditions_are_kept_but_ignored(store: TrialStore) -> None:
@@ -159,7 +164,7 @@ def test_trials_of_other_conditions_are_kept_but_ignored(store: TrialStore) -> N
     other, recorder = TrialStore(store.path, threads=2), Recorder()
     assert (len(other), other.others) == (0, 1)
     list(run_cases([case()], BenchSettings(ROOMY, rounds=1, threads=2), other, run=recorder))
-    assert recorder.asked == [("ringspan", 256, 1)]
+    assert recorder.requests == [("ringspan", 256, 1)]
     assert len(TrialStore(store.path, threads=1)) == 1
 
 
@@ -174,7 +179,7 @@ def test_disturbed_trials_can_be_repeated(store: TrialStore) -> None:
     list(run_cases(cases, settings, store, run=busy))
     quiet = Recorder()
     list(run_cases(cases, settings, TrialStore(store.path, threads=1, repeat_disturbed=True), run=quiet))
-    assert quiet.asked == [("ringspan", 256, 1)]
+    assert quiet.requests == [("ringspan", 256, 1)]
     trials = run_cases(cases, settings, TrialStore(store.path, threads=1), run=quiet)
     assert not any(trial.disturbed for trial in trials)
 

@@ -97,8 +97,10 @@ def permutation_times(
     grid: Sequence[int], heads: int, dim: int, segment: int, rounds: int, threads: int, *, keeps_memory: bool
 ) -> dict[str, Any]:
     """Run `measure` in a fresh process that keeps or returns freed memory: seconds of each round, by pass and call."""
-    asked = json.dumps(dict(grid=tuple(grid), heads=heads, dim=dim, segment=segment, rounds=rounds, threads=threads))
-    command = [sys.executable, "-m", "ringspan.tools.bench.hilbert", asked]
+    arguments = json.dumps(
+        dict(grid=tuple(grid), heads=heads, dim=dim, segment=segment, rounds=rounds, threads=threads)
+    )
+    command = [sys.executable, "-m", "ringspan.tools.bench.hilbert", arguments]
     environment = os.environ | (KEEPS_MEMORY if keeps_memory else {})
     found = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     times: dict[str, Any] = json.loads(found.stdout)
