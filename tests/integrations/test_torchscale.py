@@ -35,7 +35,7 @@ def encoder(golden: tuple[dict[str, Tensor], dict[str, Any]]) -> TorchscaleEncod
 
 def test_the_first_layers_attention_is_torchscales(golden: Any, encoder: TorchscaleEncoder) -> None:
     tensors, _ = golden
-    found = encoder.layers[0].self_attn(tensors["input"], None, None)  # type: ignore[operator, union-attr]
+    found = encoder.layers[0].self_attn(tensors["input"], {})  # type: ignore[operator, union-attr]
     torch.testing.assert_close(found, tensors["layer0_self_attn_out"], rtol=0, atol=1e-13)
 
 
@@ -136,14 +136,14 @@ def test_dropout_is_ignored_in_evaluation_and_refused_in_training(golden: Any, n
         ({"normalize_before": True}, r"normalize_before: not a setting .*; did you mean encoder_normalize_before\?"),
         ({"speed": 1}, "speed: not a setting of torchscale's EncoderConfig.*Known: encoder_embed_dim, "),
         ({"activation_fn": "tanh"}, "activation_fn='tanh': must be one of gelu, relu, swish"),
-        ({"vocab_size": 9, "no_output_layer": False}, "no_output_layer=False, vocab_size=9: there is no output layer"),
+        ({"vocab_size": 9, "no_output_layer": False}, "no_output_layer=False, vocab_size=9"),
         ({"subln": "False"}, "subln='False': must be True or False"),
         ({"layernorm_eps": "small"}, "layernorm_eps='small': must be a finite number"),
         ({"segment_length": "[16, "}, r"segment_length='\[16, ': must be a list of whole numbers"),
         ({"segment_length": [16.5, 32, 96]}, r"segment_length=\[16.5, 32, 96\]: must be a list of whole numbers"),
-        ({"segment_length": None}, "settings lack segment_length: give torchscale's own"),
+        ({"segment_length": None}, "missing settings: segment_length"),
         ({"dilated_ratio": "[1, 2]"}, "3 segment_lengths but 2 dilation_rates"),
-        ({"encoder_attention_heads": 5}, "width=48, heads=5: the heads must divide the width"),
+        ({"encoder_attention_heads": 5}, "width=48, heads=5"),
         ({"encoder_layers": 0}, "layers=0: must be at least 1"),
     ],
 )
@@ -168,3 +168,11 @@ def test_what_cannot_be_loaded_is_refused(golden: Any) -> None:
     mixed = {**tensors, "model.layer_norm.bias": tensors["model.layer_norm.bias"].float()}
     with pytest.raises(ValueError, match=r"weights are torch.float32, torch.float64: convert them to one dtype"):
         TorchscaleEncoder.load(mixed, settings, prefix="model.")
+
+
+def test_packed_documents_equal_documents_on_their_own(golden: Any, encoder: TorchscaleEncoder) -> None:
+    x = golden[0]["input"][:1]
+    rows = x.shape[1]
+    wanted = torch.cat([encoder(x[:, :20]), encoder(x[:, 20:])], 1)
+    for documents in (dict(lengths=(20, rows - 20)), dict(cu_seqlens=(0, 20, rows))):
+        torch.testing.assert_close(encoder(x, **documents), wanted, rtol=0, atol=1e-6)

@@ -31,7 +31,7 @@ REFUSED = {
     "TrOCRForCausalLM": ITSELF,
     "LEDForConditionalGeneration": ITSELF,
     "BigBirdPegasusForCausalLM": "bidirectional, but its mask is causal",
-    "SplinterModel": "does not say whether it is causal",
+    "SplinterModel": "whether it is causal",
     "Gemma2ForCausalLM": "softcap: an argument",
     "GptOssForCausalLM": "s_aux: an argument",
     "T5ForConditionalGeneration": "position_bias: an argument",
