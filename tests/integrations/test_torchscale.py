@@ -173,6 +173,7 @@ def test_what_cannot_be_loaded_is_refused(golden: Any) -> None:
 def test_packed_documents_equal_documents_on_their_own(golden: Any, encoder: TorchscaleEncoder) -> None:
     x = golden[0]["input"][:1]
     rows = x.shape[1]
+    rounding = 2 * 2 * torch.finfo(torch.float32).eps  # of the activations in two layers
     wanted = torch.cat([encoder(x[:, :20]), encoder(x[:, 20:])], 1)
     for documents in (dict(lengths=(20, rows - 20)), dict(cu_seqlens=(0, 20, rows))):
-        torch.testing.assert_close(encoder(x, **documents), wanted, rtol=0, atol=1e-6)
+        torch.testing.assert_close(encoder(x, **documents), wanted, rtol=0, atol=rounding)
