@@ -47,6 +47,8 @@ class Results:
                 self._add(line)
 
     def __getitem__(self, part: str) -> Any:
+        if part not in self.parts:
+            raise SystemExit(f"{self.path} has no part {part!r}: measure it with --only {part}, or leave out --only")
         return self.parts[part]
 
     def get(self, part: str, default: Any = None) -> Any:
