@@ -114,7 +114,7 @@ def test_misuse_is_named() -> None:
         model(torch.zeros(1, 4, dtype=torch.int64), lengths=(1, 2))
     with pytest.raises(ValueError, match="sharded=True without a ring"):
         Decoder(model, sharded=True)
-    with pytest.raises(ValueError, match="an encoder has no next token"):
+    with pytest.raises(ValueError, match="decoding needs a causal model"):
         Decoder(new_model(causal=False))
 
 
