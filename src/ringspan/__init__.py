@@ -7,6 +7,7 @@
 Each public name is imported when it is first used: `ringspan --help` and the planner's integers do not import torch.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -101,6 +102,12 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors; tests/test_i
     from ringspan.streaming import stream_backward as stream_backward
 else:
     __all__ = list(_MODULE_OF)
+
+
+if "torch" in sys.modules and sys.modules["torch"].distributed.is_available():
+    # torch imports this module on the first call of a custom operator. If that happens after init_process_group, its
+    # default arguments keep the process group alive, and a gloo group that is alive at exit can abort the process.
+    import_module("torch.distributed.nn")
 
 
 def __getattr__(name: str) -> Any:
