@@ -149,9 +149,7 @@ def test_a_million_tokens_are_drawn_at_their_length(tmp_path: Path) -> None:
     n = 2**20
     plan = rs.plan(rs.Dilated.spanning(n), n, ring_size=8, layout="contiguous", causal=True)
     axis = draw_density(plan.pattern, n, 8, causal=True).axes[0]
-    assert "2048x1, 8192x4, 32768x16, 131072x64, 524288x256, 1048576x512" in " ".join(
-        axis.get_title("left").split()
-    )
+    assert "2048x1, 8192x4, 32768x16, 131072x64, 524288x256, 1048576x512" in " ".join(axis.get_title("left").split())
     shares = axis.collections[0].get_array().reshape(128, 128)
     assert shares.mask[0, 127], "no later key is seen"
     assert not shares.mask[127, 0], "the whole sequence is seen"

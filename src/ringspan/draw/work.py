@@ -23,9 +23,7 @@ _PANELS_PER_LINE = 4
 _PANEL, _LEGEND, _NARROWEST = 2.6, 1.7, 9.0  # inches
 _NOT_SEEN, _OTHER_HOP = "#FFFFFF", "#D4D4D4"
 _LIGHTEST = 0.8  # of viridis, whose lightness rises steadily: readable for colour-blind people and in grey print
-_FEW_RANKS = (
-    4  # represent a large ring if segments are shorter than a shard, so that segments stay visible
-)
+_FEW_RANKS = 4  # represent a large ring if segments are shorter than a shard, so that segments stay visible
 _FEWEST_SELECTED = 8  # rows of a segment; with fewer, a dilated segment is not visible
 
 
