@@ -1,7 +1,7 @@
 """Combs: every set of rows that a kernel reads has this one shape.
 
 Inside a segment, the selected rows of a head are an arithmetic progression. Over a run of equal segments, and over
-heads whose offsets rise by a constant, they form a regular comb, which is one strided view of a tensor, read in place.
+heads whose offsets increase by a constant, they form a regular comb: one strided view of a tensor, read in place.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def group_heads(*frames: Sequence[Lane], segments: int = 1, stride: int = 0) -> 
     """Group adjacent heads into combs, with the same heads in every frame.
 
     A frame has one lane per head: a tile has one frame for queries and one for keys. Heads are grouped as long as, in
-    every frame, row counts are equal and starts rise by a constant that is not negative. Heads without rows in some
+    every frame, row counts are equal and starts increase by a non-negative constant. Heads without rows in some
     frame are skipped. All frames repeat over the same ``segments``, ``stride`` rows apart.
 
     >>> lanes = [Lane(start, 4, 2) for start in (0, 1, 0, 1)]
@@ -128,7 +128,7 @@ class SegmentRun:
 
 
 def segment_runs(start: int, stop: int, branch: Branch) -> Iterator[SegmentRun]:
-    """Split rows ``start .. stop - 1`` of a document into at most three runs: a cut segment, whole ones, a cut one.
+    """Split rows ``start .. stop - 1`` of a document into up to three runs: a partial one, whole ones, a partial one.
 
     >>> [(p.start, p.rows, p.segments, p.phase) for p in segment_runs(0, 10, Branch(4, 1, shift=1))]
     [(0, 3, 1, 1), (3, 4, 1, 0), (7, 3, 1, 0)]

@@ -1,4 +1,4 @@
-"""Packed documents: several sequences, one after another, in one row dimension. Also the check of integer arguments."""
+"""Packed documents: several sequences, end to end, in one row dimension. Also `as_int`, which checks integers."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from typing import Literal, cast, get_args
 from ringspan.geometry.documents import as_int
 
 HeadOffsets = Literal["interleaved", "blocked"]
-_MOST_INTERVALS, _MOST_ROWS_CHECKED = 256, 4096  # by `unselected_row`
+_MOST_INTERVALS, _MOST_ROWS_CHECKED = 256, 4096  # limits of `unselected_row`
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class Dilated:
     def text(self) -> str:
         """The pattern on one line, as reports and messages show it and `parse_pattern` reads it.
 
-        SEGMENTxRATE for each branch, then whatever differs from the defaults.
+        SEGMENTxRATE for each branch, then the options that differ from the defaults.
 
         >>> Dilated((2048, 4096), (1, 2)).text
         '2048x1,4096x2'
@@ -233,7 +233,8 @@ def parse_pattern(text: str, read_count: Callable[[str], int] = int) -> Pattern:
 def unselected_row(pattern: Pattern, rows: int, kv_heads: int) -> tuple[int, int] | None:
     """The first (row, head) that no branch selects, or None. Checks the first 256 intervals between segment borders.
 
-    A pattern with a rate of 1 selects every row. Between two borders, the selection repeats with the rates.
+    A pattern with a rate of 1 selects every row. Between two borders, the selection repeats after
+    the least common multiple of all rates.
 
     >>> unselected_row(Dilated((4999, 100_000), (2, 2), shift=4999), 20_000, kv_heads=1)
     (5000, 0)

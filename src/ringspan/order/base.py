@@ -1,4 +1,4 @@
-"""The base class of orders: a permutation of rows, its inverse, and both applied to tensors."""
+"""The base class of orders: a permutation of rows, its inverse, and methods that apply both to tensors."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ringspan.geometry import as_int
 class Order(ABC):
     """An order of rows. Immutable and hashable; two orders with the same parameters are equal.
 
-    ``permutation[i]`` is the row at place i, ``inverse[row]`` is the place of a row. Both are int64 CPU tensors, cached
-    and shared: do not write to them. An order repeats after ``period`` rows.
+    ``permutation[i]`` is the row at place i of the order, ``inverse[row]`` is the place of a row. Both are int64 CPU
+    tensors, cached and shared: do not write to them. An order repeats after ``period`` rows.
     """
 
     @property
@@ -38,12 +38,12 @@ class Order(ABC):
 
     @property
     def permutation(self) -> Tensor:
-        """Of one period: the row at each place."""
+        """The row at each place of one period."""
         return rows_and_places(self, self.period)[0]
 
     @property
     def inverse(self) -> Tensor:
-        """Of one period: the place of each row."""
+        """The place of each row of one period."""
         return rows_and_places(self, self.period)[1]
 
     def apply(self, x: Tensor, dim: int = 1) -> Tensor:
@@ -72,9 +72,9 @@ class Order(ABC):
 
 @lru_cache(maxsize=32)
 def rows_and_places(order: Order, length: int, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:
-    """The permutation of ``length`` rows and its inverse: whole periods, and the rows left in the last one."""
+    """The permutation of ``length`` rows and its inverse: whole periods, then the rows of a partial last one."""
     order.check_length(length)
-    with torch.inference_mode(False):  # cached, so it must not depend on the mode of the first caller
+    with torch.inference_mode(False):  # the result is cached, so it must not depend on the first caller's mode
         one = order.visit(device or "cpu")
         whole, rest = divmod(length, order.period)
         starts = torch.arange(whole, device=one.device) * order.period

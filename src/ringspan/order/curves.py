@@ -12,7 +12,7 @@ from ringspan.order.hilbert import hilbert_curve, hilbert_positions
 
 
 def row_major_keys(cells: Tensor, shape: Sequence[int]) -> Tensor:
-    """Row by row, each from its start.
+    """Row by row, each row forwards.
 
     >>> row_major_keys(torch.tensor([[0, 2], [1, 0]]), (2, 3)).tolist()
     [2, 3]
@@ -73,7 +73,7 @@ def visit(curve: CurveName, shape: Sequence[int], device: torch.device | str | N
 
 
 def sort_keys(curve: CurveName, cells: Tensor, shape: Sequence[int]) -> Tensor:
-    """Sort keys of the given cells, (cells, dimensions): sorted by them, the cells follow the curve."""
+    """Sort keys of the given cells, (cells, dimensions). Sorting by them puts the cells in curve order."""
     return _KEYS[curve](cells, shape)
 
 

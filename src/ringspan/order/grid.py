@@ -19,7 +19,7 @@ from ringspan.order.points import PointOrder
 
 @dataclass(frozen=True)
 class GridOrder(Order):
-    """The cells of a grid along a curve. Rows come in row-major order, one per cell."""
+    """The cells of a grid along a curve. The input has one row per cell, in row-major order."""
 
     shape: tuple[int, ...]
     curve: ClassVar[CurveName]
@@ -120,7 +120,7 @@ class Snake(GridOrder):
 
 @dataclass(frozen=True)
 class Morton(GridOrder):
-    """Z-order, by interleaved bits. As compact as Hilbert if segments are aligned powers of two, else disconnected."""
+    """Z-order, by interleaved bits. As compact as Hilbert for aligned powers of two; other segments may be in pieces."""
 
     curve: ClassVar[CurveName] = "morton"
 
@@ -132,7 +132,7 @@ GRID_ORDERS: dict[str, type[GridOrder]] = {order.curve: order for order in (Hilb
 class FoldedOrder(Order):
     """Segments of ``segment_length`` rows, each folded row by row into a near-square and visited along the curve.
 
-    Accepts any number of rows: a short last segment keeps the order of the rows that it has. Made by `Hilbert.folded`,
+    Accepts any number of rows: in a short last segment, the missing rows are skipped. Created by `Hilbert.folded`,
     `Morton.folded` and so on.
     """
 
@@ -162,7 +162,7 @@ class FoldedOrder(Order):
 
 
 def near_square(cells: int) -> tuple[int, int]:
-    """A rectangle with at least this many cells: exactly as many if it is then at most twice as wide as high.
+    """A rectangle with at least this many cells: exactly as many, if one exists that is at most twice as wide as high.
 
     >>> near_square(2048), near_square(1009)
     ((32, 64), (32, 32))

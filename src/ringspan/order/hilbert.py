@@ -1,6 +1,6 @@
-"""The Hilbert curve through the cells of any box, in any number of dimensions, with torch operations on many boxes.
+"""The Hilbert curve through the cells of any box, in any number of dimensions, by torch operations on many boxes.
 
-The curve enters a box at one corner and leaves it at the next corner along one side, the box's *course*. The box is cut
+The curve enters a box at one corner and leaves it at the other end of one side, the box's *course*. The box is cut
 into parts with the same property, each of which ends next to the cell where the next one starts; parts are cut again
 until they are single cells. docs/hilbert.md explains when consecutive cells are adjacent.
 """
@@ -27,7 +27,7 @@ class SideRange(NamedTuple):
 
 
 class BoxPart(NamedTuple):
-    """A part of a box: a side_range of each side that is cut, and the index of the side that is the part's course."""
+    """A part of a box: a range of each side that is cut, and the index of the side that is the part's course."""
 
     course: int
     ranges: tuple[SideRange, ...]
@@ -37,8 +37,8 @@ class BoxPart(NamedTuple):
 def parts_of_box(sides: int) -> tuple[BoxPart, ...]:
     """The parts of a box of which ``sides`` sides are cut, in curve order; the last side is the box's course.
 
-    Corners are visited in Gray code order: one side changes from each to the next. Those between the first and the last
-    come in pairs with a common course, and each pair is one part.
+    Corners are visited in Gray code order: one side changes from each to the next. Between the first and the
+    last, they form pairs with a common course, and each pair is one part.
 
     >>> [part.course for part in parts_of_box(2)]  # up, along, down: the shape of Hilbert's curve
     [0, 1, 0]
@@ -61,8 +61,8 @@ def parts_of_box(sides: int) -> tuple[BoxPart, ...]:
 class Boxes(NamedTuple):
     """Many boxes. Slot 0 of each is its course; the other slots are its other sides.
 
-    ``sizes`` are the lengths of the sides; ``position`` is the number of cells on the curve before the box. ``tags``
-    and ``marks`` (one per slot) belong to the caller.
+    ``sizes`` are the lengths of the sides; ``position`` is the number of cells on the curve before the box. The caller
+    defines ``tags`` and ``marks`` (one per slot).
     """
 
     position: Tensor
@@ -83,7 +83,7 @@ class Cut(NamedTuple):
     boxes: Boxes
     course: int
     sizes: list[Tensor]
-    entries: list[Tensor | None]  # None: where the box is entered
+    entries: list[Tensor | None]  # None: where the curve enters the box
     signs: list[int]
     position: Tensor
     volume: Tensor
@@ -161,7 +161,7 @@ def hilbert_positions(cells: Tensor, shape: Sequence[int]) -> Tensor:
 def _slots(shape: Sequence[int]) -> list[int]:
     """The axes of the box that are longer than one cell, the course first: a long side, and an even one if possible.
 
-    No path from a corner to the next one along an odd side visits an even number of cells.
+    No path of adjacent cells between the two ends of an odd side visits an even number of cells.
     """
     longest = max(shape)
     even = [axis for axis, side in enumerate(shape) if side % 2 == 0 and 3 * side >= 2 * longest]
@@ -214,7 +214,7 @@ def _cut_alike(boxes: Boxes, sides: list[int]) -> Iterator[Cut]:
 
 
 def _first_half(sizes: Tensor) -> Tensor:
-    """About a half, and even, so that parts of even sides are even and only sides of 2 are cut into ones."""
+    """About half of each side, rounded to an even number, so that even sides have even halves until they are 2."""
     half = sizes // 2
     return half + (half & 1) * (sizes > 2)
 

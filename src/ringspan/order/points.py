@@ -25,7 +25,7 @@ _known: WeakValueDictionary[str, PointOrder] = WeakValueDictionary()
 
 @dataclass(frozen=True)
 class PointOrder(Order):
-    """Points along a curve through their bounding box. Made by `Hilbert.from_points` and so on.
+    """Points along a curve through their bounding box. Created by `Hilbert.from_points` and so on.
 
     Integer coordinates are cells. Other coordinates are scaled, all by the same factor, into a grid of up to 2 ** 20
     cells per side (2 ** 60 in total). Points in one cell are sorted by their coordinates, the first dimension first;
@@ -42,10 +42,10 @@ class PointOrder(Order):
         points = _exact(coordinates)
         keys = sort_keys(curve, *cells_of_points(points))
         rows = torch.arange(len(points), device=points.device)
-        for column in (*reversed(points.unbind(1)), keys):  # stable: the last sort decides first
+        for column in (*reversed(points.unbind(1)), keys):  # stable sorts: the last key has priority
             rows = rows[column[rows].argsort(stable=True)]
         rows = rows.cpu()
-        content = ctypes.string_at(rows.data_ptr(), rows.nbytes)  # without NumPy, which torch does not need either
+        content = ctypes.string_at(rows.data_ptr(), rows.nbytes)  # avoids NumPy, which torch does not require
         return _find_or_keep(curve, hashlib.sha256(content).hexdigest()[:32], rows)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -71,7 +71,7 @@ class PointOrder(Order):
 
 
 def _find_or_keep(curve: CurveName, digest: str, rows: Tensor) -> PointOrder:
-    """The registered order with this digest: one object, however often it is made."""
+    """The registered order with this digest: one object, however often it is created."""
     order = PointOrder(curve, digest, rows)
     return _known.setdefault(order.text, order)
 
@@ -116,7 +116,7 @@ def _exact(coordinates: Tensor) -> Tensor:
         raise ValueError(f"coordinates are {coordinates.dtype}: must be real; pass torch.view_as_real(x)")
     if not coordinates.is_floating_point():
         unsigned = coordinates.dtype == torch.uint64
-        return coordinates.view(torch.int64) ^ -(2**63) if unsigned else coordinates.long()  # the order stays the same
+        return coordinates.view(torch.int64) ^ -(2**63) if unsigned else coordinates.long()  # preserves the order
     points = coordinates.double()
     bad = (~points.isfinite()).any(1).nonzero()
     if len(bad):

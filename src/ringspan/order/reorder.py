@@ -20,7 +20,7 @@ def parse_order(text: str) -> Order:
     >>> parse_order("hilbert grid 4x4")
     Hilbert(shape=(4, 4))
     """
-    # Orders of points are not cached here: they live as long as the caller keeps a reference.
+    # Orders of points are not cached here: they exist only while the caller keeps a reference.
     return find_points(text) if text.split()[1] == "points" else _parse_plain(text)
 
 
