@@ -128,7 +128,9 @@ class SegmentRun:
 
 
 def segment_runs(start: int, stop: int, branch: Branch) -> Iterator[SegmentRun]:
-    """Split rows ``start .. stop - 1`` of a document into up to three runs: a partial one, whole ones, a partial one.
+    """Split rows ``start .. stop - 1`` of a document into runs of segments.
+
+    There are at most three: a partial segment, whole segments, and a partial segment.
 
     >>> [(p.start, p.rows, p.segments, p.phase) for p in segment_runs(0, 10, Branch(4, 1, shift=1))]
     [(0, 3, 1, 1), (3, 4, 1, 0), (7, 3, 1, 0)]

@@ -120,7 +120,7 @@ class Snake(GridOrder):
 
 @dataclass(frozen=True)
 class Morton(GridOrder):
-    """Z-order, by interleaved bits. As compact as Hilbert for aligned powers of two; other segments may be in pieces."""
+    """Z-order, by interleaved bits. Segments are as compact as Hilbert's at aligned powers of two, else often split."""
 
     curve: ClassVar[CurveName] = "morton"
 
