@@ -104,7 +104,7 @@ else:
     __all__ = list(_MODULE_OF)
 
 
-if "torch" in sys.modules and sys.modules["torch"].distributed.is_available():
+if (_torch := sys.modules.get("torch")) and _torch.distributed.is_available():
     # torch imports this module on the first call of a custom operator. If that happens after init_process_group, its
     # default arguments keep the process group alive, and a gloo group that is alive at exit can abort the process.
     import_module("torch.distributed.nn")

@@ -67,7 +67,7 @@ class PointOrder(Order):
 
     def check_length(self, length: int) -> None:
         if length != self.period:
-            raise ValueError(f"{length} rows, but the order is one of {self.period} points: pass one row per point")
+            raise ValueError(f"{length} rows, but the order has {self.period} points: pass one row per point")
 
 
 def _find_or_keep(curve: CurveName, digest: str, rows: Tensor) -> PointOrder:

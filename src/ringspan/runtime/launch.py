@@ -118,7 +118,7 @@ def _rank(
     task: Callable[..., Any],
     arguments: Any,
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the caller handles Ctrl-C, whoever started the server
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the caller handles Ctrl-C
     os.environ.clear()  # the server has the environment of its own start
     os.environ.update(environment)
     torch.set_num_threads(threads)
