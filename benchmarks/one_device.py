@@ -222,7 +222,7 @@ def report(results: Results) -> Page:
         "python -m benchmarks one_device",
         f"Machine: {results.machine}",
         [
-            peer_picture(results["peers"], results.machine),
+            peer_picture(results["peers"], results.machines["peers"]),
             share_table(results["kernel_share"]),
             growth_table(results["growth"]),
             peer_table(results["peers"]),

@@ -367,7 +367,7 @@ def memory_and_error_picture(results: Results, fits: dict[str, tuple[float, floa
     right.set(xlabel="ranks k", ylabel="relative error (log scale)", title="The error does not grow with the ring")
     right.set_yscale("log")
     right.legend(frameon=False, fontsize=8)
-    text = f"8 heads of 64, fp32, causal, forward and backward; {results.machine}"
+    text = f"8 heads of 64, fp32, causal, forward and backward; {results.machines['memory']}"
     figure.supxlabel(text, fontsize=8, color="#555555")
     return Picture("ring_memory", figure, "Peak memory of a rank (left) and relative error (right) by ring size.")
 

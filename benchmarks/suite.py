@@ -34,13 +34,14 @@ PASSES = {"forward": "forward", "both": "forward + backward"}
 class Results:
     """The results of a suite in a journal: one line for each measured part, or for each item of a part.
 
-    A later line replaces an earlier one. ``machine`` describes the machine of the last line.
+    A later line replaces an earlier one.
     """
 
     def __init__(self, path: Path, *, fresh: bool = False) -> None:
         if fresh:
             path.unlink(missing_ok=True)
-        self.path, self.machine, self.parts = path, "", dict[str, Any]()
+        self.path, self.parts = path, dict[str, Any]()
+        self.machines: dict[str, str] = {}  # of each part
         self.itemized: set[str] = set()
         for line in read_journal(path):
             if "part" in line:
@@ -67,7 +68,17 @@ class Results:
             self.parts.setdefault(line["part"], {})[line["item"]] = line["value"]
         else:
             self.parts[line["part"]] = line["value"]
-        self.machine = one_line(line["machine"])
+        self.machines[line["part"]] = one_line(line["machine"])
+
+    @property
+    def machine(self) -> str:
+        """The machine and date of the measurements, part by part if they differ."""
+        parts_by_machine: dict[str, list[str]] = {}
+        for part, machine in self.machines.items():
+            parts_by_machine.setdefault(machine, []).append(part)
+        if len(parts_by_machine) == 1:
+            return next(iter(parts_by_machine))
+        return "; ".join(f"{', '.join(parts)}: {machine}" for machine, parts in parts_by_machine.items())
 
 
 @dataclass(frozen=True)
