@@ -20,7 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     "kernels": set(),
     "softmax": set(),
     "views": {"geometry"},
-    "ring": {"layout", "planning", "runtime"},
+    "ring": {"geometry", "layout", "planning", "runtime"},
     "schedule": {"geometry", "planning", "ring", "views"},
     "engine": {"planning", "kernels", "softmax", "views", "ring", "schedule"},
     "order": {"geometry", "layout"},

@@ -27,6 +27,8 @@ def run_schedule(runs: Sequence[RankRun]) -> None:
     Ranks of one process run in lockstep, so a message is always posted before any of them waits for it. There is no
     barrier.
     """
+    for run in runs:
+        run.begin()
     try:
         for run in runs:
             run.post(1)
@@ -62,10 +64,14 @@ class RankRun:
         self.parcels: dict[Parcel, Tensor] = {}  # received, and still needed
         self._buffers = Buffers(transport, k, k.dtype)
         self._packings = {packing.parcel: packing for packing in plan.packings}
-        self._last_hop = _last_hops(plan)
+        self._last_hop = plan.last_hops()
         self._packed: list[Tensor] = []
         self._pending: PendingWork | None = None
-        self._held_bytes = transport.counters.hold(*held)
+        self._held_bytes = sum(x.nbytes for x in held if x is not None)
+
+    def begin(self) -> None:
+        """Count the tensors of the run as live until `release`."""
+        self.transport.counters.hold_bytes(self._held_bytes)
 
     def post(self, number: int) -> None:
         """Start sending and receiving the parcels of a hop."""
@@ -226,17 +232,6 @@ def _pack(packing: Packing, buffer: Tensor, k: Tensor, v: Tensor) -> Tensor:
         for x, rows in zip((k, v), parcel_rows(buffer, 1), strict=True):
             comb_view(rows, parcel_rows_).copy_(comb_view(x, own_rows))
     return buffer
-
-
-def _last_hops(plan: RankPlan) -> dict[Parcel, int]:
-    """For each received parcel, the hop at whose start it has been used, and forwarded if necessary."""
-    last: dict[Parcel, int] = {}
-    for number, hop in enumerate(plan.hops):
-        for message in hop.sends:
-            if message.parcel in last:
-                last[message.parcel] = max(last[message.parcel], number)
-        last |= {message.parcel: number + 1 for message in hop.receives}
-    return last
 
 
 def communication_seconds(ring: Ring, pattern: Pattern, seq_len: int, k: Tensor, v: Tensor, *, causal: bool) -> float:

@@ -1,6 +1,7 @@
 """Simulated rings against the dense oracle, and against no ring at all."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import ringspan as rs
+from ringspan import execute, planning
 from ringspan.oracle import dense_attention
 from ringspan.ring.backend import find_ring
 from tests.exactness import assert_equals_oracle, inputs
@@ -76,7 +78,7 @@ def test_counters_equal_the_plan(layout: str, routing: str, causal: bool) -> Non
     assert [c.bytes_sent for c in sim.counters] == [plan.bytes_sent(r) for r in range(5)]
     assert [c.bytes_received for c in sim.counters] == [plan.bytes_received(r) for r in range(5)]
     for rank, counters in enumerate(sim.counters):
-        assert plan.memory(rank).parcels <= counters.peak_parcel_bytes <= 1.1 * plan.memory(rank).parcels
+        assert plan.memory(rank).parcels <= counters.peak_parcel_bytes <= 1.05 * plan.memory(rank).parcels
         assert counters.live_parcel_bytes == 0
     sim.reset_counters()
     out.sum().backward()
@@ -84,8 +86,38 @@ def test_counters_equal_the_plan(layout: str, routing: str, causal: bool) -> Non
     assert [c.bytes_received for c in sim.counters] == [plan.bytes_received(r, backward=True) for r in range(5)]
     for rank, counters in enumerate(sim.counters):
         predicted = plan.memory(rank, backward=True).parcels
-        assert 0.9 * predicted <= counters.peak_parcel_bytes <= 1.2 * predicted
+        assert 0.8 * predicted <= counters.peak_parcel_bytes <= 1.05 * predicted
         assert counters.live_parcel_bytes == 0
+
+
+@pytest.mark.parametrize("routing", ["relay", "direct", rs.ByNode(2)], ids=str)
+def test_the_plan_counts_parcels_that_wait_to_be_forwarded(routing: rs.Routing) -> None:
+    """In a zigzag ring of 8, some ranks receive a parcel at hop 1 and forward it at hop 6."""
+    pattern = rs.Dilated((20, 200), (1, 4))
+    sim = rs.SimulatedRing(8, "zigzag", routing)
+    plan = rs.plan(pattern, 290, ring_size=8, routing=routing, causal=True, heads=4, head_dim=8)
+    tensors = [torch.randn(1, 290, 4, 8, requires_grad=True) for _ in range(3)]
+    out = rs.attention(*tensors, pattern=pattern, causal=True, ring=sim)
+    for backward in (False, True):
+        if backward:
+            sim.reset_counters()
+            out.sum().backward()
+        for rank, counters in enumerate(sim.counters):
+            predicted = plan.memory(rank, backward=backward).parcels
+            assert predicted <= counters.peak_parcel_bytes <= 1.05 * predicted
+
+
+def test_tensors_are_not_live_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def plan_rank(*arguments: Any) -> Any:
+        if arguments[3] == 2:
+            raise RuntimeError("no plan")
+        return planning.plan_rank(*arguments)
+
+    monkeypatch.setattr(execute, "plan_rank", plan_rank)
+    sim = rs.SimulatedRing(4)
+    with pytest.raises(RuntimeError, match="no plan"):
+        rs.attention(*inputs(1, 64, 2, 1, 8), pattern=rs.Full(), ring=sim)
+    assert [counters.live_bytes for counters in sim.counters] == [0, 0, 0, 0]
 
 
 def test_live_bytes_of_a_virtual_rank_fall_with_the_ring() -> None:

@@ -33,23 +33,25 @@ from ringspan.tools.rehearse import Network, RehearsedRing, ranks_worth_rehearsi
 
 def rehearse(
     tokens: Annotated[str, typer.Option("--tokens", "-n", metavar="COUNT", help="Length: 131072, 128k or 1e9.")] = "1M",
-    ranks: Annotated[str, typer.Option("--ranks", "-k", metavar="COUNT", help="Size of the ring.")] = "64",
+    ranks: Annotated[str, typer.Option("--ranks", "-k", metavar="COUNT", help="Ring size.")] = "64",
     rank: Annotated[
         int | None, typer.Option(help="Rehearse this rank only.", min=0, show_default="first, middle, last, worst")
     ] = None,
     pattern: Annotated[str, typer.Option(metavar="PATTERN", help=PATTERN_HELP)] = SPANNING,
     layout: Annotated[str, typer.Option(help="contiguous or zigzag.")] = "zigzag",
-    causal: Annotated[bool, typer.Option(help="Whether a query attends only to keys up to itself.")] = True,
+    causal: Annotated[bool, typer.Option(help="Whether a query attends only to keys up to its own position.")] = True,
     routing: Annotated[str, typer.Option(help="relay, direct, or nodes (needs --ranks-per-node).")] = "relay",
     heads: Heads = 8,
-    kv_heads: Annotated[int | None, typer.Option(help="KV heads.", min=1, show_default="as many as heads")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="KV heads.", min=1, show_default="same as heads")] = None,
     dim: Dim = 64,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
     backward: Annotated[bool, typer.Option(help="Run backward, too.")] = False,
-    bandwidth: Annotated[float, typer.Option(help="Bytes/s of a rank, in each direction.")] = 25e9,
+    bandwidth: Annotated[float, typer.Option(help="Bytes/s of a rank, in each direction.", show_default="25e9")] = 25e9,
     latency: Annotated[float, typer.Option(help="Latency of a hop in seconds.")] = 20e-6,
     ranks_per_node: Annotated[int, typer.Option(help="Ranks per node; 0: all links are equal.", min=0)] = 0,
-    bandwidth_across: Annotated[float, typer.Option(help="Bytes/s of a rank across nodes.")] = 25e9,
+    bandwidth_across: Annotated[
+        float, typer.Option(help="Bytes/s of a rank across nodes.", show_default="25e9")
+    ] = 25e9,
     threads: Annotated[int, typer.Option(help="CPU threads of the rank; 0: all cores.", min=0)] = 0,
     timeout: Annotated[float, typer.Option(help="Time limit of one rank in seconds.")] = 3600.0,
     as_json: AsJson = False,

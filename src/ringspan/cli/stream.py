@@ -31,9 +31,9 @@ def stream(
     pattern: Annotated[
         str, typer.Option(help="full, or SEGMENTxRATE pairs.", show_default="256 rows of each segment, up to all")
     ] = "",
-    causal: Annotated[bool, typer.Option(help="Whether a query attends only to keys up to itself.")] = True,
+    causal: Annotated[bool, typer.Option(help="Whether a query attends only to keys up to its own position.")] = True,
     heads: Heads = 2,
-    kv_heads: Annotated[int | None, typer.Option(help="KV heads.", min=1, show_default="as many as heads")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="KV heads.", min=1, show_default="same as heads")] = None,
     dim: Dim = 32,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
     seed: Annotated[int, typer.Option(help="Seed of the rows and the samples.")] = 0,

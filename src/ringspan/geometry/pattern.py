@@ -223,9 +223,15 @@ def parse_pattern(text: str, read_count: Callable[[str], int] = int) -> Pattern:
         return Full()
     found = _DILATED.fullmatch(words)
     if found is None:
-        raise ValueError(f"pattern {text!r}: must be full, or SEGMENTxRATE pairs such as 2048x1,8192x4")
+        raise ValueError(
+            f"pattern {text!r}: must be full, or SEGMENTxRATE pairs such as 2048x1,8192x4, optionally followed by "
+            "'blocked', 'shift N' and 'heads N of N', in this order"
+        )
     pairs = [pair.split("x") for pair in re.findall(_PAIR, found["pairs"])]
-    lengths, rates = (tuple(read_count(pair[i].strip()) for pair in pairs) for i in (0, 1))
+    try:
+        lengths, rates = (tuple(read_count(pair[i].strip()) for pair in pairs) for i in (0, 1))
+    except ValueError as error:
+        raise ValueError(f"pattern {text!r}: {error}") from error
     offsets = cast(HeadOffsets, found["offsets"] or "interleaved")
     return Dilated(lengths, rates, offsets, *(int(found[name] or 0) for name in ("shift", "first", "total")))
 

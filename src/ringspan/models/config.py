@@ -136,7 +136,8 @@ def load_weights(folder: Path) -> tuple[str, dict[str, Tensor]]:
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise FileNotFoundError(
-                f"{folder / name}: no such file; a saved model is a folder with {CONFIG} and {WEIGHTS}"
+                f"{folder / name}: no such file; a saved model is a folder with {CONFIG} and {WEIGHTS}, such as "
+                "`ringspan train` writes"
             )
     try:
         return (folder / CONFIG).read_text(), load_file(folder / WEIGHTS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 from ringspan.geometry import Documents, Pattern
 from ringspan.layout import Layout
@@ -134,12 +135,19 @@ class RingPlan:
         return RankMemory(total, self._peak_parcels(rank, backward))
 
     def _peak_parcels(self, rank: int, backward: bool) -> int:
-        """Two hops of parcels at a time: those in use and those in transfer; in backward also their gradients."""
-        hops = self.rank(rank).hops
-        arriving = [*map(_rows, (hop.receives for hop in hops)), 0]
-        packed = [sum(m.parcel.rows for m in hop.sends if m.parcel.owner == rank) for hop in hops] + [0]
-        parcels = [arriving[s] + arriving[s + 1] + packed[s + 1] for s in range(len(hops))]
-        gradients = self._gradient_rows(rank) if backward else [0] * len(hops)
+        """Parcels in use, in transfer, or kept to be forwarded at a later hop; in backward also their gradients.
+
+        Buffers of parcels are freed hop by hop. Those of gradients are kept for reuse, so their peak so far counts.
+        """
+        own = self.rank(rank)
+        parcels, held, last = [], dict[Parcel, int](), own.last_hops()
+        for number in range(len(own.hops)):
+            coming = own.hop(number + 1)
+            held |= {m.parcel: m.parcel.rows for m in own.hop(number).receives}
+            held = {parcel: rows for parcel, rows in held.items() if last[parcel] > number}
+            packed = sum(m.parcel.rows for m in coming.sends if m.parcel.owner == rank)
+            parcels.append(sum(held.values()) + _rows(coming.receives) + packed)
+        gradients = accumulate(self._gradient_rows(rank) if backward else [0] * len(parcels), max)
         sizes = self.sizes
         return max(
             rows * sizes.parcel_row_bytes + gradient_rows * sizes.gradient_row_bytes

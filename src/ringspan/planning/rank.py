@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from ringspan.geometry import Documents, Pattern, group_heads, segment_runs
 from ringspan.layout import Layout, Span
-from ringspan.planning.parcels import Message, Packing, make_packing, parcel_lanes
+from ringspan.planning.parcels import Message, Packing, Parcel, make_packing, parcel_lanes
 from ringspan.planning.routes import Routing, SharedSegment, owner_sends
 from ringspan.planning.tiles import Tile, fuse_equal_segments
 
@@ -48,6 +48,16 @@ class RankPlan:
     def hop(self, number: int) -> Hop:
         """The hop with this number; an empty hop past the last."""
         return self.hops[number] if number < len(self.hops) else Hop()
+
+    def last_hops(self) -> dict[Parcel, int]:
+        """For each received parcel, the hop at whose start it has been used, and forwarded if necessary."""
+        last: dict[Parcel, int] = {}
+        for number, hop in enumerate(self.hops):
+            for message in hop.sends:
+                if message.parcel in last:
+                    last[message.parcel] = max(last[message.parcel], number)
+            last |= {message.parcel: number + 1 for message in hop.receives}
+        return last
 
     @property
     def pairs(self) -> int:

@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Literal
 
-from ringspan.geometry import Documents, Lane, Pattern, SegmentRun
+from ringspan.geometry import Documents, Lane, Pattern, SegmentRun, as_int
 from ringspan.layout import Layout, RankSpan
 from ringspan.planning.parcels import Packing, Parcel, make_packing
 
@@ -29,6 +29,7 @@ class ByNode:
     ranks_per_node: int
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "ranks_per_node", as_int("ranks_per_node", self.ranks_per_node))
         if self.ranks_per_node < 1:
             raise ValueError(f"ranks_per_node={self.ranks_per_node}: a node has at least 1 rank")
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ringspan.geometry import as_int
 from ringspan.layout import Layout, LayoutName, check_layout_name
 from ringspan.planning import Routing, check_routing
 from ringspan.ring.backend import Metadata, register_ring
@@ -36,6 +37,7 @@ class SimulatedRing:
     def __init__(self, size: int, layout: LayoutName = "zigzag", routing: Routing = "relay") -> None:
         check_layout_name(layout)
         check_routing(routing)
+        size = as_int("size", size)
         if size < 1:
             raise ValueError(f"size={size}: a ring has at least 1 rank")
         self.size, self.layout, self.routing = size, layout, routing

@@ -144,10 +144,12 @@ class GroupWork:
     def wait(self) -> None:
         counters, start = self.transport.counters, time.perf_counter()
         counters.wait = Wait(self.label, tuple(dict.fromkeys(peer for _, peer in self.peers)), start)
-        for i, work in enumerate(self.works):
-            self._wait_for(work, i)
-        counters.wait = None
-        counters.waiting_seconds += time.perf_counter() - start
+        try:
+            for i, work in enumerate(self.works):
+                self._wait_for(work, i)
+        finally:
+            counters.wait = None
+            counters.waiting_seconds += time.perf_counter() - start
 
     def _wait_for(self, work: dist.Work, i: int) -> None:
         try:
