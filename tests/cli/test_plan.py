@@ -92,7 +92,7 @@ def test_terminal_output() -> None:
 def test_a_sample_of_a_large_ring_is_shown() -> None:
     page = run("--no-measure", "--tokens", "1M", "--ranks", "100", "--layout", "contiguous")
     assert "64 ranks, an even sample of 100" in page
-    for place in ("0 first", " middle", "99 last", " busiest"):
+    for place in ("0 first", " middle", "99 last", "busiest"):
         assert place in page
     assert "Layout:" not in page, "a single layout needs no comparison"
 

@@ -205,7 +205,7 @@ def _draw(plans: dict[LayoutName, RingPlan], folder: Path) -> list[Path]:
 
 def _print_table(console: Console, table: Table) -> None:
     shown = rich_table(table)
-    shown.box = None  # ten columns fit 80 characters
+    shown.box, shown.padding = None, (0, 1, 0, 0)  # ten columns fit 80 characters
     shown.title = None  # rich would wrap it to the width of the table
     shown.columns[0].no_wrap = True
     for column in shown.columns[1:]:

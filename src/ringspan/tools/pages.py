@@ -30,6 +30,8 @@ _CELL_STYLES = {  # verdicts: CSS class in HTML, style in a terminal
 }
 
 _MAX_NAME = 32  # characters of a first column that is never wrapped in a terminal
+_TERMINAL = 80  # columns
+_MAX_WORD = 12  # words and numbers up to this length are not broken over lines
 
 
 @dataclass(frozen=True)
@@ -83,10 +85,12 @@ def print_page(page: Page, console: Console) -> None:
 def rich_table(table: Table) -> RichTable:
     """The table for a terminal: as wide as its cells, never wider than the console, and no cell is truncated."""
     columns = table.terminal_columns or tuple(range(len(table.rows[0])))
+    words = {i: min(_MAX_WORD, max(len(w) for row in table.rows for w in [*row[i].split(), ""])) for i in columns}
     shown = RichTable(title=table.title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for i in columns:
         is_name = i == columns[0] and all(len(row[i]) <= _MAX_NAME for row in table.rows)
-        shown.add_column(Text(table.rows[0][i]), overflow="fold", no_wrap=is_name)
+        min_width = words[i] if sum(words.values()) + 2 * len(columns) <= _TERMINAL else None
+        shown.add_column(Text(table.rows[0][i]), overflow="fold", no_wrap=is_name, min_width=min_width)
     for row in table.rows[1:]:  # Text: brackets are not markup, on any console
         shown.add_row(*(Text(row[i], style=_CELL_STYLES.get(row[i], ("", ""))[1]) for i in columns))
     return shown

@@ -55,7 +55,11 @@ class LayoutCosts:
             return {str(cost.rank): cost for cost in self.ranks}
         shown = {"first": self.ranks[0], "middle": self.ranks[len(self.ranks) // 2], "last": self.ranks[-1]}
         shown["busiest"] = self.busiest
-        return {f"{cost.rank:,} {name}": cost for name, cost in shown.items()}
+        names: dict[int, list[str]] = {}
+        for name, cost in shown.items():
+            names.setdefault(cost.rank, []).append(name)
+        by_rank = {cost.rank: cost for cost in shown.values()}
+        return {f"{rank:,} {'/'.join(names[rank])}": cost for rank, cost in by_rank.items()}
 
 
 def make_plans(
