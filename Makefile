@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadgroup
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{ printf "  make %-18s %s\n", $$1, $$2 }'
 
-run: $(READY)  ## verify rings of 1, 2 and 4 local processes, and write a report (about 90 seconds)
+run: $(READY)  ## verify rings of 1, 2 and 4 local processes, and write a report (about 70 seconds)
 	@$(BIN)/ringspan verify
 
 test: lint  ## lint, types and the fast tests (about 5 minutes on two cores)
@@ -40,7 +40,7 @@ lint: $(READY)  ## lint and types only
 errors: $(READY)  ## list all error messages, by file
 	@$(BIN)/python -m tests.list_errors
 
-dist: $(READY)  ## build sdist and wheel into dist/, and test the wheel in a fresh environment (about 4 minutes)
+dist: $(READY)  ## build sdist and wheel into dist/, and test the wheel in a fresh environment (about a minute, plus downloads)
 	@PYTHON=$(BIN)/python .ci/dist
 
 models: $(INTEGRATIONS)  ## compare every Transformers model type with eager attention, and write docs/transformers_models.md (15 minutes)
