@@ -44,16 +44,16 @@ dist: $(READY)  ## build sdist and wheel into dist/, and test the wheel in a fre
 	@PYTHON=$(BIN)/python .ci/dist
 
 models: $(INTEGRATIONS)  ## compare every Transformers model type with eager attention, and write docs/transformers_models.md (15 minutes)
-	@$(BIN)/python -m benchmarks transformers_models
+	@$(BIN)/python -m benchmarks transformers_models --long
 
 figures: $(READY)  ## draw the pictures of the docs again
 	@$(BIN)/python docs/draw_figures.py
 
-bench: $(PEERS) $(INTEGRATIONS)  ## run all benchmark suites and write all result pages (about four and a half hours; Linux, a C++ compiler, an idle machine)
-	@$(BIN)/python -m benchmarks all
+bench: $(PEERS) $(INTEGRATIONS)  ## run all benchmark suites and write all result pages (about an hour, LONG=1: four and a half; Linux, a C++ compiler, an idle machine)
+	@$(BIN)/python -m benchmarks all $(if $(LONG),--long)
 
-scale: $(READY)  ## measure growth with length and ring size, and write docs/scale.md (one hour, an idle machine)
-	@$(BIN)/python -m benchmarks scale
+scale: $(READY)  ## measure growth with length and ring size, and write docs/scale.md (minutes, LONG=1: an hour with a billion tokens; an idle machine)
+	@$(BIN)/python -m benchmarks scale $(if $(LONG),--long)
 
 clean:  ## remove .venv, dist and caches
 	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -67,7 +67,7 @@ $(READY): pyproject.toml constraints.txt
 
 $(INTEGRATIONS): $(READY)
 	@echo "Installing what ringspan integrates with (once) ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[transformers,docs]' setuptools wheel
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[trl,docs]' setuptools wheel
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation 'deepspeed>=0.16'
 	@touch $@
 

@@ -2,7 +2,8 @@
 
     python -m benchmarks                       # list the suites
     python -m benchmarks ring one_device       # measure these
-    python -m benchmarks all                   # measure everything, as `make bench` does
+    python -m benchmarks all                   # measure everything in about an hour, as `make bench` does
+    python -m benchmarks all --long            # more rounds and longer runs: four and a half hours
     python -m benchmarks ring --only speed     # one part; the other parts keep their stored results
     python -m benchmarks scale --resume        # continue an interrupted run
     python -m benchmarks all --report          # measure nothing, write the pages again from stored results
@@ -21,31 +22,34 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.suite import ROOT, Request, run_suite
+from benchmarks.suite import ROOT, Request, Size, run_suite
 from ringspan.tools.pages import Table, rich_table
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A suite in the list: one sentence, minutes on two idle cores, and the page it writes."""
+    """A suite in the list: one sentence, minutes on two idle cores by default and with --long, and its page."""
 
     sentence: str
     minutes: int
+    long_minutes: int
     page: str
 
 
 SUITES = {
-    "one_device": Entry("One device: speed and memory against the bare kernel and torch", 30, "docs/benchmarks.md"),
-    "ring": Entry("Rings: speed-up, other rings, memory, bytes, error", 30, "docs/ring_results.md"),
-    "results": Entry("Trials of ringspan and its alternatives over lengths and ring sizes", 20, "docs/results.md"),
-    "training": Entry("Training: long sequences, speed-up, context, resuming", 40, "docs/training_results.md"),
-    "decoding": Entry("Decoding: time and memory per token with a bounded cache", 7, "docs/decoding.md"),
-    "hilbert": Entry("Token orders of grids: locality, traffic, cost", 15, "docs/hilbert.md"),
-    "faults": Entry("Training runs killed at scripted and random points", 20, "docs/faults.md"),
-    "fuzz": Entry("Damaged checkpoints, settings and models", 5, "docs/faults.md"),
-    "faulty_rings": Entry("`ringspan verify` on twelve faulty rings", 25, "docs/verify.md"),
-    "scale": Entry("Growth with length and ring size, and limits of real hardware", 60, "docs/scale.md"),
-    "transformers_models": Entry("Transformers model types against eager attention", 15, "docs/transformers_models.md"),
+    "one_device": Entry("One device: speed and memory against the bare kernel and torch", 9, 30, "docs/benchmarks.md"),
+    "ring": Entry("Rings: speed-up, other rings, memory, bytes, error", 9, 30, "docs/ring_results.md"),
+    "results": Entry("Trials of ringspan and its alternatives over lengths and ring sizes", 7, 20, "docs/results.md"),
+    "training": Entry("Training: long sequences, speed-up, context, resuming", 9, 40, "docs/training_results.md"),
+    "decoding": Entry("Decoding: time and memory per token with a bounded cache", 3, 7, "docs/decoding.md"),
+    "hilbert": Entry("Token orders of grids: locality, traffic, cost", 6, 15, "docs/hilbert.md"),
+    "faults": Entry("Training runs killed at scripted and random points", 5, 20, "docs/faults.md"),
+    "fuzz": Entry("Damaged checkpoints, settings and models", 1, 5, "docs/faults.md"),
+    "faulty_rings": Entry("`ringspan verify` on twelve faulty rings", 8, 25, "docs/verify.md"),
+    "scale": Entry("Growth with length and ring size, and limits of real hardware", 7, 60, "docs/scale.md"),
+    "transformers_models": Entry(
+        "Transformers model types against eager attention", 4, 15, "docs/transformers_models.md"
+    ),
 }
 
 
@@ -57,7 +61,9 @@ def main() -> None:
     parser.add_argument("--only", action="append", default=[], metavar="PART", help="measure this part; repeatable")
     parser.add_argument("--resume", action="store_true", help="keep stored results, measure only what is missing")
     parser.add_argument("--report", action="store_true", help="measure nothing, write the pages from stored results")
-    parser.add_argument("--quick", action="store_true", help="small sizes, to see that everything runs")
+    sizes = parser.add_mutually_exclusive_group()
+    sizes.add_argument("--quick", action="store_true", help="small sizes, to see that everything runs")
+    sizes.add_argument("--long", action="store_true", help="more rounds, longer runs, and parts that take very long")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an option of a suite")
     parser.add_argument("--root", type=Path, help="write docs/ and benchmarks/results/ here (default: the project)")
     arguments = parser.parse_args()
@@ -76,7 +82,8 @@ def main() -> None:
             if unknown := [each for each in given if each not in known]:
                 parser.error(f"{name}: unknown {kind} {', '.join(unknown)}: must be among {', '.join(known) or 'none'}")
         root = arguments.root or (Path("ringspan-report/quick") if arguments.quick else ROOT)
-        request = Request(root, arguments.quick, arguments.resume, arguments.report, tuple(arguments.only), options)
+        size: Size = "quick" if arguments.quick else "long" if arguments.long else "default"
+        request = Request(root, size, arguments.resume, arguments.report, tuple(arguments.only), options)
         console.rule(name)
         if sentence := run_suite(name, suite, request, console):
             broken[name] = sentence
@@ -85,12 +92,17 @@ def main() -> None:
 
 
 def list_suites(console: Console) -> None:
-    rows = [["suite", "measures", "minutes", "page"]]
+    rows = [["suite", "measures", "minutes", "long", "page"]]
     rows += [
-        [name, entry.sentence, str(entry.minutes), entry.page.removeprefix("docs/")] for name, entry in SUITES.items()
+        [name, entry.sentence, str(entry.minutes), str(entry.long_minutes), entry.page.removeprefix("docs/")]
+        for name, entry in SUITES.items()
     ]
     console.print(rich_table(Table("Suites, and the page of docs/ that each writes", rows)))
-    console.print("`make bench` runs all of them. The minutes are for two idle cores.", highlight=False)
+    total, total_long = sum(e.minutes for e in SUITES.values()), sum(e.long_minutes for e in SUITES.values())
+    console.print(
+        f"`make bench` runs all of them: {total} minutes on two idle cores, or {total_long} with --long.",
+        highlight=False,
+    )
 
 
 if __name__ == "__main__":

@@ -107,12 +107,12 @@ def write_full(tokens: int, every: int) -> list[dict[str, Any]]:
 
 
 def bounded(run: Measuring) -> Any:
-    sizes = (2000, 500, 1000) if run.quick else (100_000, 1000, 10_000)
+    sizes = run.sized((2000, 500, 1000), (40_000, 1000, 10_000), (100_000, 1000, 10_000))
     return run_local_ranks(1, write_bounded, *sizes, timeout_seconds=3600)[0]
 
 
 def full(run: Measuring) -> Any:
-    sizes = (2000, 1000) if run.quick else (100_000, 10_000)
+    sizes = run.sized((2000, 1000), (40_000, 10_000), (100_000, 10_000))
     return run_local_ranks(1, write_full, *sizes, timeout_seconds=3600)[0]
 
 

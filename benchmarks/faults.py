@@ -166,7 +166,7 @@ def setup(measuring: Measuring) -> dict[str, int]:
 
 def scripted(measuring: Measuring) -> list[dict[str, Any]]:
     found = []
-    for point in ["hop"] if measuring.quick else list(POINTS):
+    for point in ["hop"] if measuring.size == "quick" else list(POINTS):
         measuring.announce(f"killed {POINTS[point]}")
         run = FaultyRun(measuring.folder / point, SCRIPTS[point])
         found.append(compared(run, {"point": point, **run.finish()}))
@@ -176,7 +176,7 @@ def scripted(measuring: Measuring) -> list[dict[str, Any]]:
 def random_kills(measuring: Measuring) -> dict[str, Any]:
     chance = random.Random(int(measuring.options["seed"]))
     kills: list[dict[str, Any]] = []
-    missed, wanted = 0, 1 if measuring.quick else int(measuring.options["kills"])
+    missed, wanted = 0, 1 if measuring.size == "quick" else int(measuring.options["kills"])
     while len(kills) < wanted:
         measuring.announce(f"random kill {len(kills) + 1}")
         duration = undisturbed(measuring.folder)[0]
@@ -275,5 +275,6 @@ SUITE = Suite(
     report,
     marker="benchmarks.faults",
     broken=broken,
-    options={"kills": "20", "seed": "0"},
+    options={"kills": "5", "seed": "0"},
+    long_options={"kills": "20"},
 )

@@ -1,7 +1,7 @@
 """`ringspan verify` on a correct ring and on twelve faulty ones, on a quiet and on a busy machine.
 
-Rings are examined one by one, then two at a time, so that each disturbs another. The suite fails unless every faulty
-ring is exposed and the correct one is not.
+Rings are examined one by one and, with --long, also two at a time, so that each disturbs another. The suite fails
+unless every faulty ring is exposed and the correct one is not.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from benchmarks.suite import ROOT, Measuring, Page, Results, Rows, Suite, Table
 
 MODULE = "tests.tools.verify.faulty"
 HONEST = "honest"
+MACHINES = {"quiet": "quiet machine", "busy": "busy machine (two rings at a time)"}
 VERDICTS = {0: "real", 1: "exposed", 3: "not proven"}
 
 
-def rings(quick: bool) -> list[str]:
+def rings(run: Measuring) -> list[str]:
     faulty = list(import_module(MODULE).TWELVE)
-    return [HONEST, *(faulty[:1] if quick else faulty)]
+    return [HONEST, *(faulty[:1] if run.size == "quick" else faulty)]
 
 
 def examine(ring: str) -> dict[str, Any]:
@@ -42,20 +43,24 @@ def examine(ring: str) -> dict[str, Any]:
 
 
 def quiet(run: Measuring) -> None:
-    run.each(rings(run.quick), examine)
+    run.each(rings(run), examine)
 
 
 def busy(run: Measuring) -> dict[str, Any]:
     """Two rings at a time."""
-    names = rings(run.quick)
+    names = rings(run)
     with ThreadPoolExecutor(2) as pool:
         return dict(zip(names, pool.map(examine, names), strict=True))
+
+
+def measured_machines(results: Results) -> list[str]:
+    return [machine for machine in MACHINES if results.get(machine)]
 
 
 def broken(results: Results) -> str:
     wrong = [
         f"{ring} on a {machine} machine"
-        for machine in ("quiet", "busy")
+        for machine in measured_machines(results)
         for ring, found in results[machine].items()
         if (found["verdict"] == "exposed") == (ring == HONEST)
     ]
@@ -74,18 +79,26 @@ def _summary(ring: str) -> str:
 
 
 def report(results: Results) -> Page:
-    rows: Rows = [["ring", "what it does", "quiet machine", "busy machine (two rings at a time)"]]
+    machines = measured_machines(results)
+    rows: Rows = [["ring", "what it does", *(MACHINES[machine] for machine in machines)]]
     names = sorted(results["quiet"], key=lambda ring: ring != HONEST)
     for ring in names:
-        rows.append([f"`{ring}`", _summary(ring), *(_cell(results[machine][ring]) for machine in ("quiet", "busy"))])
-    exposed = sum(all(results[m][ring]["verdict"] == "exposed" for m in ("quiet", "busy")) for ring in names)
+        rows.append([f"`{ring}`", _summary(ring), *(_cell(results[machine][ring]) for machine in machines)])
+    exposed = sum(all(results[m][ring]["verdict"] == "exposed" for m in machines) for ring in names)
     return Page(
         "Faulty rings",
-        f"{exposed} of {len(names) - 1} faulty rings are exposed in both.",
+        f"{exposed} of {len(names) - 1} faulty rings are exposed{' in both' if len(machines) > 1 else ''}.",
         "python -m benchmarks faulty_rings",
         f"Machine: {results.machine}",
         [Table("Verdicts", rows)],
     )
 
 
-SUITE = Suite("docs/verify.md", {"quiet": quiet, "busy": busy}, report, marker="faulty rings", broken=broken)
+SUITE = Suite(
+    "docs/verify.md",
+    {"quiet": quiet, "busy": busy},
+    report,
+    marker="faulty rings",
+    broken=broken,
+    long_parts=("busy",),
+)

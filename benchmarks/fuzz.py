@@ -271,7 +271,7 @@ def changed(path: Path, content: bytes) -> Iterator[None]:
 
 
 def files(run: Measuring) -> list[dict[str, Any]]:
-    rounds = 20 if run.quick else int(run.options["rounds"])
+    rounds = 20 if run.size == "quick" else int(run.options["rounds"])
     model = LongNetConfig.named("nano", segment_lengths=(16, 128), dilation_rates=(1, 4))
     settings = TrainSettings(model=model, data=(str(ROOT / "src"),), tokens=256, steps=2, out=str(run.folder))
     (found,) = run_local_ranks(1, fuzz, settings, rounds, timeout_seconds=60.0 + 6 * rounds * LONGEST)
@@ -307,5 +307,11 @@ def report(results: Results) -> Page:
 
 
 SUITE = Suite(
-    "docs/faults.md", {"files": files}, report, marker="benchmarks.fuzz", broken=broken, options={"rounds": "500"}
+    "docs/faults.md",
+    {"files": files},
+    report,
+    marker="benchmarks.fuzz",
+    broken=broken,
+    options={"rounds": "100"},
+    long_options={"rounds": "500"},
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,10 +11,13 @@ from benchmarks.suite import Measuring, Page, Results, Suite
 from ringspan.tools.bench.hilbert import QUICK, StudyScale, findings_from_json, study
 from ringspan.tools.bench.hilbert_page import make_hilbert_page
 
+LONG = StudyScale()
+DEFAULT = replace(LONG, grid=(512, 512), lengths=(8192, 16384), rounds=3)
+
 
 def measure(run: Measuring) -> dict[str, Any]:
     torch.set_num_threads(int(run.options["threads"]))
-    return study(QUICK if run.quick else StudyScale(), run.announce).as_json()
+    return study(run.sized(QUICK, DEFAULT, LONG), run.announce).as_json()
 
 
 def report(results: Results) -> Page:

@@ -31,6 +31,7 @@ from benchmarks.suite import (
     mebibytes,
     yes,
 )
+from ringspan.geometry import Mask
 from ringspan.runtime.device import Cpu
 from ringspan.tools.bench.trials import (
     TrialError,
@@ -44,8 +45,9 @@ from ringspan.tools.peers import blockwise_flex, masked_sdpa
 
 LENGTHS, QUICK_LENGTHS = (32768, 65536, 131072), (4096, 8192)
 PEER_LENGTHS, QUICK_PEER_LENGTHS = (8192, 32768), (2048,)
-GROWTH_ROUNDS = 9  # single rounds vary by 10 %, so the median of a few is not enough for a bound of 2.1
-SHORT_ROUNDS = 3  # rounds of the shortest length for each of the longest: short calls vary more
+# Single rounds vary by 10 %: the median of three can miss a bound of 2.1, that of nine does not.
+QUICK_GROWTH_ROUNDS, GROWTH_ROUNDS, LONG_GROWTH_ROUNDS = 2, 3, 9
+LONG_SHORT_ROUNDS = 3  # with --long, rounds of the shortest length for each of the longest: short calls vary more
 PEER_ROUNDS = 3
 PEER_SECONDS = 900.0
 MEMORY_SHARE = 0.85  # of free memory, for one implementation
@@ -76,23 +78,27 @@ def qkv(n: int, seed: int = 0) -> list[Tensor]:
     return [torch.randn(1, n, HEADS, HEAD_DIM, generator=generator) for _ in range(3)]
 
 
+SCORES = rs.kernels.ScoreOptions(HEAD_DIM**-0.5)
+
+
 class BareKernel:
     """The flash kernel on contiguous tiles of the same shapes: the cost if everything else were free."""
 
     def __init__(self, n: int, causal: bool) -> None:
-        self.kernel, self.causal = rs.kernels.get("cpu_flash"), causal
+        self.kernel = rs.kernels.get("cpu_flash")
+        self.mask: Mask = "causal" if causal else "full"
         self.tiles = []
         for branch in pattern_up_to().branches(n):
-            width = min(n, branch.segment_length)
+            width = min(n, branch.reach)
             shape = (n // width, HEADS, width // branch.rate, HEAD_DIM)
             self.tiles.append([torch.randn(shape) for _ in range(3)])
 
     def forward(self) -> list[tuple[Tensor, Tensor]]:
-        return [self.kernel.forward(q, k, v, self.causal, HEAD_DIM**-0.5) for q, k, v in self.tiles]
+        return [self.kernel.forward(q, k, v, self.mask, SCORES) for q, k, v in self.tiles]
 
     def both(self) -> None:
         for (q, k, v), (out, lse) in zip(self.tiles, self.forward(), strict=True):
-            self.kernel.backward(out, q, k, v, out, lse, self.causal, HEAD_DIM**-0.5, (True, True, True))
+            self.kernel.backward(out, q, k, v, out, lse, self.mask, SCORES, (True, True, True))
 
 
 def ringspan_calls(n: int, causal: bool) -> dict[str, Callable[[], object]]:
@@ -103,28 +109,35 @@ def ringspan_calls(n: int, causal: bool) -> dict[str, Callable[[], object]]:
     return {"forward": without_gradients(tensors, options), "both": with_gradients(tensors, gradient, options)}
 
 
+def causal_cases(run: Measuring, is_longest: bool) -> tuple[bool, ...]:
+    """The longest length is measured in both cases only with --long."""
+    return (True,) if is_longest and run.size == "default" else (False, True)
+
+
 def kernel_share(run: Measuring) -> list[dict[str, Any]]:
     """Times of ringspan and of the bare kernel, in turns."""
-    lengths = QUICK_LENGTHS if run.quick else LENGTHS
-    rounds = 2 if run.quick else int(run.options["rounds"])
+    lengths = run.sized(QUICK_LENGTHS, LENGTHS, LENGTHS)
+    rounds = 2 if run.size == "quick" else int(run.options["rounds"])
+    short_rounds = run.sized(1, 1, LONG_SHORT_ROUNDS)
     rows = []
-    for causal in (False, True):
-        for n in (lengths[0], lengths[-1]):
+    for n in (lengths[0], lengths[-1]):
+        for causal in causal_cases(run, n == lengths[-1]):
             run.announce(f"{n:,} tokens, {'causal' if causal else 'not causal'}")
             ours, bare = ringspan_calls(n, causal), BareKernel(n, causal)
             for mode in PASSES:
                 timer = TurnTimer()
                 calls = {"ours": ours[mode], "bare": getattr(bare, mode)}
-                times = timer.in_turns(calls, rounds * (SHORT_ROUNDS if n == lengths[0] else 1))
+                times = timer.in_turns(calls, rounds * (short_rounds if n == lengths[0] else 1))
                 rows.append(dict(n=n, causal=causal, mode=mode, **times, foreign_cores=timer.most_foreign_cores))
     return rows
 
 
 def growth(run: Measuring) -> list[dict[str, Any]]:
     """Times of ringspan at lengths that double, in turns."""
-    lengths, rounds = (QUICK_LENGTHS, 2) if run.quick else (LENGTHS, GROWTH_ROUNDS)
+    lengths = run.sized(QUICK_LENGTHS, LENGTHS, LENGTHS)
+    rounds = run.sized(QUICK_GROWTH_ROUNDS, GROWTH_ROUNDS, LONG_GROWTH_ROUNDS)
     rows = []
-    for causal in (False, True):
+    for causal in causal_cases(run, is_longest=True):
         calls = {n: ringspan_calls(n, causal) for n in lengths}
         for mode in PASSES:
             run.announce(f"{PASSES[mode]}, {'causal' if causal else 'not causal'}")
@@ -138,10 +151,10 @@ def growth(run: Measuring) -> list[dict[str, Any]]:
 def peers(run: Measuring) -> list[dict[str, Any]]:
     """Each implementation in a fresh process: time, peak memory, and a checksum of the output."""
     tasks = {"ringspan": ringspan_task, "SDPA with a mask": sdpa_task, "FlexAttention": flex_task}
-    lengths = QUICK_PEER_LENGTHS if run.quick else PEER_LENGTHS
+    lengths = run.sized(QUICK_PEER_LENGTHS, PEER_LENGTHS, PEER_LENGTHS)
     rows = []
     for n in lengths:
-        for causal in (False, True):
+        for causal in causal_cases(run, n == lengths[-1]):
             for name, task in tasks.items():
                 run.announce(f"{name}, {n:,} tokens")
                 measured = in_fresh_process(task, n, causal, PEER_ROUNDS if n == lengths[0] else 1)
@@ -151,7 +164,7 @@ def peers(run: Measuring) -> list[dict[str, Any]]:
 
 def memory(run: Measuring) -> list[dict[str, Any]]:
     """Peak growth of the forward pass beyond its results."""
-    n = (QUICK_LENGTHS if run.quick else LENGTHS)[-1]
+    n = run.sized(QUICK_LENGTHS, LENGTHS, LENGTHS)[-1]
     results = n * HEADS * (HEAD_DIM + 1) * 4
     rows = []
     for causal in (False, True):
@@ -233,11 +246,14 @@ def report(results: Results) -> Page:
 
 def share_table(rows: list[dict[str, Any]]) -> Table:
     cells: Rows = [
-        ["n", "causal", "pass", "ringspan", "bare kernel", "median of ratios", "ratio of medians", "spread", "required"]
+        [
+            *("n", "causal", "pass", "rounds", "ringspan", "bare kernel"),
+            *("median of ratios", "ratio of medians", "spread", "required"),
+        ]
     ]
     for row in rows:
         seconds = [f"{statistics.median(row[side]):.2f} s" for side in ("ours", "bare")]
-        start = [str(row["n"]), yes(row["causal"]), PASSES[row["mode"]], *seconds]
+        start = [str(row["n"]), yes(row["causal"]), PASSES[row["mode"]], str(len(row["ours"])), *seconds]
         cells.append([*start, *both_ratios(row["bare"], row["ours"]), f"{REQUIRED_SHARE[row['mode']]:.2f}"])
     text = (
         "Throughput relative to the flash kernel on contiguous tiles of the same shapes, without segments, merging or "
@@ -248,12 +264,14 @@ def share_table(rows: list[dict[str, Any]]) -> Table:
 
 
 def growth_table(rows: list[dict[str, Any]]) -> Table:
-    cells: Rows = [["n", "2n", "causal", "pass", "median of ratios", "ratio of medians", "spread", "required"]]
+    cells: Rows = [
+        ["n", "2n", "causal", "pass", "rounds", "median of ratios", "ratio of medians", "spread", "required"]
+    ]
     for row in rows:
         seconds = {int(n): times for n, times in row["seconds"].items() if n != "foreign_cores"}
         for n, short in seconds.items():
             if 2 * n in seconds:
-                start = [str(n), str(2 * n), yes(row["causal"]), PASSES[row["mode"]]]
+                start = [str(n), str(2 * n), yes(row["causal"]), PASSES[row["mode"]], str(len(short))]
                 cells.append([*start, *both_ratios(seconds[2 * n], short), f"{REQUIRED_GROWTH}"])
     text = f"Time at 2n divided by time at n, timed in turns (required: at most {REQUIRED_GROWTH})."
     return Table("Growth with length", cells, text)
@@ -322,5 +340,6 @@ SUITE = Suite(
     "docs/benchmarks.md",
     {"kernel_share": kernel_share, "growth": growth, "peers": peers, "memory": memory},
     report,
-    options={"rounds": "5"},
+    options={"rounds": "3"},
+    long_options={"rounds": "5"},
 )

@@ -77,7 +77,7 @@ class ResultsScale:
     memory_bytes: int
 
 
-FULL_SCALE = ResultsScale(
+LONG_SCALE = ResultsScale(
     pattern="spanning",
     first_segment=2048,
     two_tokens=(4096, 8192, 16384),
@@ -95,6 +95,18 @@ FULL_SCALE = ResultsScale(
     long_trial_seconds=1200.0,
     repeat_up_to_seconds=12.0,
     memory_bytes=0,
+)
+DEFAULT_SCALE = replace(
+    LONG_SCALE,
+    two_tokens=(2048, 4096),
+    memory_tokens=(4096,),
+    simulated_rings=(1, 4, 16),
+    real_rings=(1, 2, 4),
+    longest_tokens=(4096, 8192, 16384, 32768),
+    one_length=4096,
+    long_length=131072,
+    attempts=2,
+    trial_seconds=20.0,
 )
 QUICK_SCALE = ResultsScale(
     pattern="spanning",
@@ -119,7 +131,7 @@ QUICK_SCALE = ResultsScale(
 
 def trials(run: Measuring) -> None:
     stored = run.results.get("trials", {}).get("scale")
-    scale = QUICK_SCALE if run.quick else FULL_SCALE
+    scale = run.sized(QUICK_SCALE, DEFAULT_SCALE, LONG_SCALE)
     scale = replace(scale, memory_bytes=int(SHARE_OF_FREE_MEMORY * psutil.virtual_memory().available))
     if run.resume and stored:
         scale = ResultsScale(**stored)
@@ -261,22 +273,24 @@ def _setting_table(trials: Trials, scale: ResultsScale) -> Table:
     ran = [trial for part in trials.values() for trial in part if trial.ran]
     once = {(trial.case, trial.round, trial.when): trial for trial in ran}.values()
     disturbed = sum(trial.disturbed for trial in once)
-    heads, dim = next(((trial.case.heads, trial.case.dim) for part in trials.values() for trial in part), (0, 0))
+    heads, head_dim = next(
+        ((trial.case.heads, trial.case.head_dim) for part in trials.values() for trial in part), (0, 0)
+    )
     rows = [
         ["what", "value"],
         ["dilated", f"segment x rate, causal: {_patterns(trials)}"],
         ["full", "plain causal attention"],
-        ["shapes", f"batch 1, {heads} heads of {dim}, float32 unless stated otherwise, one thread per process"],
+        ["shapes", f"batch 1, {heads} heads of {head_dim}, float32 unless stated otherwise, one thread per process"],
         ["trials", f"{len(once)} in fresh processes; {disturbed} disturbed by other programs in spite of repeats"],
         ["measured", ", ".join(f"{name}: {_dates(trials, name)}" for name in ("dilated", "full"))],
         ["raw data", "benchmarks/results/results.jsonl, one line per trial"],
     ]
     text = (
-        "Times are medians over rounds in which all cases of a length take turns, with the lowest and the highest "
-        "value in brackets; the slowest rank counts. Disturbed trials, during which other programs kept more than 0.1 "
-        "of a core busy, do not count; values marked † come from disturbed trials only. Trials that take longer than "
-        f"{scale.repeat_up_to_seconds:.0f} s, including their start, are run once. ring-attention-pytorch is called "
-        "with contiguous rows and its default bucket size."
+        f"Times are medians over {scale.rounds} rounds in which all cases of a length take turns, with the lowest and "
+        "the highest value in brackets; the slowest rank counts. Disturbed trials, during which other programs kept "
+        "more than 0.1 of a core busy, do not count; values marked † come from disturbed trials only. Trials that take "
+        f"longer than {scale.repeat_up_to_seconds:.0f} s, including their start, are run once. ring-attention-pytorch "
+        "is called with contiguous rows and its default bucket size."
     )
     return Table("How it was measured", rows, text)
 

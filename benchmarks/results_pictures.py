@@ -9,17 +9,19 @@ from matplotlib.figure import Figure
 
 from ringspan.geometry import Full
 from ringspan.tools.bench.cases import BenchCase
-from ringspan.tools.bench.pictures import (
+from ringspan.tools.bench.report import throughput
+from ringspan.tools.bench.summaries import (
     STYLES,
+    Summary,
     cross_out,
     draw_line,
     length_label,
     log_axes,
     plain_axes,
     process_count,
+    reaches,
+    title_of,
 )
-from ringspan.tools.bench.report import throughput
-from ringspan.tools.bench.summaries import Summary, reaches, title_of
 from ringspan.tools.pages import Picture
 
 Summaries = Mapping[BenchCase, Summary]

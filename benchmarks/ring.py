@@ -46,7 +46,7 @@ One thread per rank, calls timed in turns, the slower rank counts. The ceiling i
 process that computes the whole sequence alone, and t2 that of two processes that each compute the whole sequence at the
 same time without communication: caches and memory bandwidth keep it below 2. Times are medians. Each ratio is given as
 the median of the ratios of single rounds, in which a drift of the machine cancels, and as the ratio of the medians. The
-spread is that of single rounds. Required: at least 0.95 of the ceiling, and 1.8 x."""
+spread is that of single rounds. Rounds: {rounds}. Required: at least 0.95 of the ceiling, and 1.8 x."""
 PEER_TEXT = """\
 Plain attention on the same two ranks, in the same rounds: time relative to ringspan's (median of ratios, ratio of
 medians). ring-attention-pytorch is called with its default bucket size (1024), and with the fastest one on this machine
@@ -69,10 +69,11 @@ class SpeedCase:
 
 
 def speed(run: Measuring) -> list[dict[str, Any]]:
-    n, full = (2048, 1024) if run.quick else (32768, 8192)
-    cases = [SpeedCase("dilated", pattern_up_to(), n, causal) for causal in (False, True)]
+    n, full = run.sized((2048, 1024), (32768, 8192), (32768, 8192))
+    dilated = run.sized((False, True), (True,), (False, True))
+    cases = [SpeedCase("dilated", pattern_up_to(), n, causal) for causal in dilated]
     cases += [SpeedCase("full", rs.Full(), full, causal) for causal in (False, True)]
-    rounds = 1 if run.quick else int(run.options["rounds"])
+    rounds = 1 if run.size == "quick" else int(run.options["rounds"])
     rows = []
     for case in cases:
         run.announce(f"{case.name}, {case.n:,} tokens, {'causal' if case.causal else 'not causal'}")
@@ -126,7 +127,8 @@ def _call(mode: str, attend: Callable[..., Tensor], tensors: list[Tensor]) -> Ca
 
 
 def memory(run: Measuring) -> list[dict[str, Any]]:
-    cases = {"dilated": (PATTERN, 8192 if run.quick else 131072), "full": (rs.Full(), 2048 if run.quick else 16384)}
+    dilated, full = run.sized((8192, 2048), (131072, 16384), (131072, 16384))
+    cases = {"dilated": (PATTERN, dilated), "full": (rs.Full(), full)}
     rows = []
     for name, (pattern, n) in cases.items():
         for size in RING_SIZES:
@@ -154,7 +156,7 @@ def _forward_and_backward(ring: rs.Ring, pattern: rs.Pattern, n: int) -> None:
 
 
 def sent_bytes(run: Measuring) -> dict[str, Any]:
-    n = 4096 if run.quick else 32768
+    n = run.sized(4096, 32768, 32768)
     rows = run_local_ranks(WIRE_RANKS, measure_bytes, PATTERN, n, timeout_seconds=600)[0]
     plain = n * (WIRE_RANKS - 1) * 2 * HEADS * HEAD_DIM * 4  # every shard visits all other ranks, undilated
     return dict(n=n, ranks=WIRE_RANKS, rows=rows, plain_ring=plain, all_gather=plain)
@@ -252,7 +254,7 @@ def speed_table(rows: list[dict[str, Any]]) -> Table:
                 both_ratios(two, twice_ring)[2],
             ]
         )
-    return Table("Speed: two ranks against one", cells, SPEED_TEXT)
+    return Table("Speed: two ranks against one", cells, SPEED_TEXT.format(rounds=len(rows[0]["seconds"]["ring"])))
 
 
 def _two_ratios(over: list[float], under: list[float]) -> str:
@@ -376,5 +378,6 @@ SUITE = Suite(
     "docs/ring_results.md",
     {"speed": speed, "memory": memory, "bytes": sent_bytes, "error": error},
     report,
-    options={"rounds": "7"},
+    options={"rounds": "3"},
+    long_options={"rounds": "7"},
 )

@@ -15,9 +15,9 @@ FLAT_FROM = 2**20
 GROWTH_TEXT = """\
 One process, two heads of 32, fp32, causal. Rows are generated from their positions, and results are reduced to
 checksums. Every pattern selects 256 rows of each segment, and its largest segment is the whole sequence. Each length is
-a run of `ringspan stream` with a budget of 8 GiB in a process of its own, and each is checked by sampling. Lengths
-below 2**26 were run three times, in turns: medians. *Steady* is the median shard of a run. It excludes the first
-shards, which also pay for page faults of new memory and for the first read, which overlaps with nothing."""
+a run of `ringspan stream` with a budget of 8 GiB in a process of its own, and each is checked by sampling. Lengths with
+several runs took turns: medians. *Steady* is the median shard of a run. It excludes the first shards, which also pay
+for page faults of new memory and for the first read, which overlaps with nothing."""
 FLAT_TEXT = """\
 Consecutive shards from the middle of each length, in turns, in one process that already has its memory (`python -m
 benchmarks.warm`): the median shard over {rounds} rounds. *Relative* divides by the mean of the same round, in which a
@@ -140,6 +140,7 @@ def growth_table(growth: Growth) -> Table:
     rows: Rows = [
         [
             "tokens",
+            "runs",
             "shards",
             "seconds",
             "µs per token",
@@ -155,6 +156,7 @@ def growth_table(growth: Growth) -> Table:
         rows.append(
             [
                 f"{tokens:,}",
+                str(len(runs)),
                 f"{runs[0]['shards']:,}",
                 f"{statistics.median(run['seconds'] for run in runs):,.2f}",
                 f"{_per_token(runs):.3f}",
@@ -207,7 +209,7 @@ def longest_run_tables(run: dict[str, Any], log: list[dict[str, Any]]) -> list[T
         ["tokens", f"{settings['tokens']:,}"],
         ["pattern", settings["pattern"]],
         ["causal", "yes" if settings["causal"] else "no"],
-        ["heads", f"{settings['heads']} of {settings['dim']}, {settings['dtype']}"],
+        ["heads", f"{settings['heads']} of {settings['head_dim']}, {settings['dtype']}"],
         ["time", f"{run['seconds'] / 3600:.2f} hours, {run['seconds_per_token'] * 1e6:.3f} µs per token"],
         ["shards", f"{run['shards']:,}"],
         ["parcels read", f"{run['parcel_bytes'] / 2**20:,.1f} MiB"],
@@ -289,7 +291,7 @@ def ring_table(rings: list[dict[str, Any]]) -> Table:
     network = rings[0]["network"]
     text = RING_TEXT.format(rows=rings[0]["tokens"] // rings[0]["ranks"])
     text += f" Waiting is computed for {network['bandwidth'] / 1e9:g} GB/s and {network['latency'] * 1e6:g} µs per hop."
-    return Table("Rings from 1 to 10,000 ranks", rows, text)
+    return Table(f"Rings from 1 to {rings[-1]['ranks']:,} ranks", rows, text)
 
 
 def reality_table(found: list[dict[str, Any]]) -> Table:
@@ -297,7 +299,7 @@ def reality_table(found: list[dict[str, Any]]) -> Table:
         [
             "ranks",
             "tokens",
-            "dim",
+            "head dim",
             "rank",
             "sent: real, bytes",
             "rehearsed",
@@ -313,7 +315,7 @@ def reality_table(found: list[dict[str, Any]]) -> Table:
                 [
                     f"{ring['ranks']}",
                     f"{line['tokens']:,}",
-                    f"{line['dim']}",
+                    f"{line['head_dim']}",
                     f"{line['rank']}",
                     f"{line['real_bytes']:,}",
                     f"{line['rehearsed_bytes']:,}",

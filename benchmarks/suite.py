@@ -13,15 +13,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from ringspan.runtime.files import Journal, read_journal
+from ringspan.runtime.files import Journal, read_journal, write_atomic
 from ringspan.tools.measure import describe_machine, one_line
 from ringspan.tools.pages import Page, Picture, Rows, Table, markdown, print_page, write_into
 
@@ -29,18 +29,20 @@ ROOT = Path(__file__).parent.parent
 HEADS, HEAD_DIM = 8, 64  # of the suites that compare speed
 MIB = 2**20
 PASSES = {"forward": "forward", "both": "forward + backward"}
+Size = Literal["quick", "default", "long"]  # of the runs: to see that a suite works, for `make bench`, or for accuracy
+Value = TypeVar("Value")
 
 
 class Results:
     """The results of a suite in a journal: one line for each measured part, or for each item of a part.
 
-    A later line replaces an earlier one.
+    A later line replaces an earlier one. With ``keep``, all lines of other parts are deleted first.
     """
 
-    def __init__(self, path: Path, *, fresh: bool = False) -> None:
-        if fresh:
-            path.unlink(missing_ok=True)
-        self.path, self.parts = path, dict[str, Any]()
+    def __init__(self, path: Path, *, size: Size = "default", keep: Collection[str] | None = None) -> None:
+        if keep is not None:
+            _delete_other_parts(path, keep)
+        self.path, self.size, self.parts = path, size, dict[str, Any]()
         self.machines: dict[str, str] = {}  # of each part
         self.itemized: set[str] = set()
         for line in read_journal(path):
@@ -57,7 +59,7 @@ class Results:
 
     def add(self, part: str, value: Any, item: str = "") -> Any:
         """Store a value on disk, and return it as it would be read back."""
-        line = {"part": part, "item": item, "value": value, "machine": describe_machine()}
+        line = {"part": part, "item": item, "value": value, "size": self.size, "machine": describe_machine()}
         Journal(self.path).append(line)
         self._add(json.loads(json.dumps(line)))
         return self.parts[part][item] if item else self.parts[part]
@@ -68,7 +70,8 @@ class Results:
             self.parts.setdefault(line["part"], {})[line["item"]] = line["value"]
         else:
             self.parts[line["part"]] = line["value"]
-        self.machines[line["part"]] = one_line(line["machine"])
+        how = ", with --long" if line.get("size") == "long" else ""
+        self.machines[line["part"]] = one_line(line["machine"]) + how
 
     @property
     def machine(self) -> str:
@@ -81,17 +84,28 @@ class Results:
         return "; ".join(f"{', '.join(parts)}: {machine}" for machine, parts in parts_by_machine.items())
 
 
+def _delete_other_parts(path: Path, keep: Collection[str]) -> None:
+    lines = [line for line in read_journal(path) if line.get("part") in keep]
+    path.unlink(missing_ok=True)
+    if lines:
+        write_atomic(path, "".join(json.dumps(line) + "\n" for line in lines))
+
+
 @dataclass(frozen=True)
 class Measuring:
-    """What a part gets to measure with. ``quick`` asks for small sizes; ``folder`` is temporary."""
+    """What a part gets to measure with. ``folder`` is temporary."""
 
     part: str
     results: Results
-    quick: bool
+    size: Size
     resume: bool
     folder: Path
     options: Mapping[str, str]
     console: Console
+
+    def sized(self, quick: Value, default: Value, long: Value) -> Value:
+        """The value for the size of this run."""
+        return {"quick": quick, "default": default, "long": long}[self.size]
 
     def announce(self, text: str) -> None:
         self.console.print(f"{self.part}: {text}", style="dim", highlight=False, markup=False, soft_wrap=True)
@@ -112,6 +126,8 @@ class Suite:
 
     A part returns its result, or None if it stored items with `Measuring.each`. ``broken(results)`` returns a sentence
     if a promise does not hold. ``marker`` names the block of a hand-written page; without it the page is written whole.
+    ``long_parts`` take so long that a default run does not measure them, and keeps their stored results.
+    ``long_options`` are the defaults of options with ``--long``.
     """
 
     page: str
@@ -120,6 +136,12 @@ class Suite:
     marker: str = ""
     broken: Callable[[Results], str] = field(default=lambda results: "")
     options: Mapping[str, str] = field(default_factory=dict)
+    long_options: Mapping[str, str] = field(default_factory=dict)
+    long_parts: Collection[str] = ()
+
+    def parts_of(self, size: Size) -> list[str]:
+        """The parts that a run of this size measures."""
+        return [part for part in self.parts if size != "default" or part not in self.long_parts]
 
 
 @dataclass(frozen=True)
@@ -127,7 +149,7 @@ class Request:
     """How to run a suite. ``root`` is the folder whose docs/ and benchmarks/results/ are written."""
 
     root: Path = ROOT
-    quick: bool = False
+    size: Size = "default"
     resume: bool = False
     report_only: bool = False
     only: tuple[str, ...] = ()
@@ -137,21 +159,15 @@ class Request:
 def run_suite(name: str, suite: Suite, request: Request, console: Console) -> str:
     """Measure, store and write the page. Returns a sentence if a promise does not hold, otherwise an empty string."""
     path = request.root / "benchmarks/results" / f"{name}.jsonl"
+    parts = () if request.report_only else request.only or suite.parts_of(request.size)
     fresh = not (request.only or request.resume or request.report_only)
-    results = Results(path, fresh=fresh)
-    for part in () if request.report_only else request.only or suite.parts:
+    results = Results(path, size=request.size, keep=set(suite.parts) - set(parts) if fresh else None)
+    options = {**suite.options, **(suite.long_options if request.size == "long" else {}), **request.options}
+    for part in parts:
         if request.resume and results.get(part) and part not in results.itemized:
             continue
         with tempfile.TemporaryDirectory() as folder:
-            measuring = Measuring(
-                part,
-                results,
-                request.quick,
-                request.resume,
-                Path(folder),
-                {**suite.options, **request.options},
-                console,
-            )
+            measuring = Measuring(part, results, request.size, request.resume, Path(folder), options, console)
             measuring.announce("measuring")
             value = suite.parts[part](measuring)
         if value is not None:
@@ -232,6 +248,7 @@ __all__ = [
     "Request",
     "Results",
     "Rows",
+    "Size",
     "Suite",
     "Table",
     "both_ratios",

@@ -28,7 +28,6 @@ from benchmarks.suite import (
 )
 from ringspan.train.metrics import read_metrics
 
-LENGTHEN = ["--tokens", "64k", "--steps", "1525"]  # the last steps of the preset "laptop"
 ROUNDS = 3  # one rank and two ranks take turns
 SMALL = ("--model", "nano", "--tokens", "4096", "--segment-lengths", "256,4096", "--dilation-rates", "1,16")
 
@@ -43,9 +42,10 @@ def train(ranks: int, out: Path, *flags: str) -> Steps:
 
 
 def long_sequences(measuring: Measuring) -> dict[str, Any]:
-    """262,144 tokens in one sequence: 20 steps on two ranks, and the memory of one rank for comparison."""
-    folder, quick = measuring.folder, measuring.quick
-    flags = ["--preset", "long", *(["--tokens", "16k", "--steps", "3"] if quick else [])]
+    """262,144 tokens in one sequence: up to 20 steps on two ranks, and the memory of one rank for comparison."""
+    folder = measuring.folder
+    sizes = measuring.sized(["--tokens", "16k", "--steps", "3"], ["--steps", "5"], [])
+    flags = ["--preset", "long", *sizes]
     return {
         "two": train(2, folder / "two", *flags),
         "one": train(1, folder / "one", *flags, "--steps", "2"),
@@ -57,18 +57,18 @@ def long_sequences(measuring: Measuring) -> dict[str, Any]:
 
 
 def learning(measuring: Measuring) -> dict[str, Any]:
-    """Ten minutes on Python's sources, short sequences first; then evaluation with less context and fewer branches."""
-    folder, quick = measuring.folder, measuring.quick
-    short = ["--steps", "3", "--save-every", "1"] if quick else []
-    long = ["--steps", "4", "--tokens", "8k"] if quick else LENGTHEN
+    """Minutes on Python's sources, short sequences first; then evaluation with less context and fewer branches."""
+    folder = measuring.folder
+    short = measuring.sized(["--steps", "3", "--save-every", "1"], ["--steps", "300", "--save-every", "100"], [])
+    long = ["--tokens", measuring.sized("8k", "64k", "64k"), "--steps", measuring.sized("4", "306", "1525")]
     train(2, folder / "run", "--preset", "laptop", *short)
     stages = [int(path.name.removeprefix("step-")) for path in sorted((folder / "run/checkpoints").iterdir())]
-    windows = ["--windows", "2"] if quick else ["--windows", "48"]
+    windows = ["--windows", measuring.sized("2", "12", "48")]
     progress = [
         {"step": step, **evaluate(folder / "run", "--step", str(step), "--contexts", "4k", *windows)} for step in stages
     ]
     steps = train(2, folder / "run", "--config", str(folder / "run/settings.json"), "--resume", "auto", *long)
-    contexts = "1k,4k" if quick else "1k,4k,16k,64k"
+    contexts = measuring.sized("1k,4k", "1k,4k,16k,64k", "1k,4k,16k,64k")
     found = evaluate(folder / "run", "--contexts", contexts, "--no-branches", *windows)
     return {"steps": steps, "progress": progress, "bigram": found["bigram"], "scores": found["scores"]}
 
@@ -81,12 +81,11 @@ def evaluate(folder: Path, *flags: str) -> dict[str, Any]:
 
 
 def curves(measuring: Measuring) -> Steps:
-    """The losses of 50 steps from one seed, on rings of 1, 2 and 4 ranks."""
-    folder, quick = measuring.folder, measuring.quick
+    """The losses of some steps from one seed, on rings of 1, 2 and 4 ranks."""
+    folder, steps = measuring.folder, measuring.sized("5", "20", "50")
     found = []
     for dtype in ("float64", "float32"):
         for ranks in (1, 2, 4):
-            steps = "5" if quick else "50"
             done = train(ranks, folder / f"{dtype}-{ranks}", *SMALL, "--dtype", dtype, "--steps", steps)
             found.append(dict(dtype=dtype, ranks=ranks, losses=[step["loss"] for step in done]))
     return found
@@ -94,20 +93,21 @@ def curves(measuring: Measuring) -> Steps:
 
 def speed(measuring: Measuring) -> Steps:
     """Tokens per second of whole steps, one rank and two in turns. The first step of each run warms up."""
-    folder, quick = measuring.folder, measuring.quick
-    flags = ["--preset", "long", "--steps", "4", *(["--tokens", "16k"] if quick else [])]
+    folder = measuring.folder
+    sizes = measuring.sized(["--tokens", "16k", "--steps", "4"], ["--tokens", "64k", "--steps", "3"], ["--steps", "4"])
+    flags = ["--preset", "long", *sizes]
     return [
         dict(round=number, ranks=ranks, seconds=[step["seconds"] for step in done[1:]], tokens=done[0]["tokens"])
-        for number in range(1 if quick else ROUNDS)
+        for number in range(measuring.sized(1, ROUNDS, ROUNDS))
         for ranks in (1, 2)
         for done in [train(ranks, folder / f"{number}-{ranks}", *flags)]
     ]
 
 
 def resuming(measuring: Measuring) -> dict[str, Any]:
-    """Stop at step 20, resume, and compare step 40 with a run that was not stopped, bit for bit."""
-    folder, quick = measuring.folder, measuring.quick
-    stop, steps = (2, 4) if quick else (20, 40)
+    """Stop half-way, resume, and compare the last step with a run that was not stopped, bit for bit."""
+    folder = measuring.folder
+    stop, steps = measuring.sized((2, 4), (10, 20), (20, 40))
     flags = [*SMALL, "--steps", str(steps), "--save-every", str(stop)]
     whole = train(2, folder / "whole", *flags)
     # As if the run had been killed right after its first checkpoint: later ones are deleted, and it resumes.
@@ -132,7 +132,8 @@ def report(results: Results) -> Page:
         "torch. The prediction of `--dry-run` excludes them."
     )
     speed_text = (
-        f"Whole steps of the same preset, one rank and two in turns. Speed-up: "
+        f"Whole steps of the same preset with {results['speed'][0]['tokens']:,} tokens, one rank and two in turns, "
+        f"{len(results['speed'][0]['seconds'])} steps per round. Speed-up: "
         f"**{overall_speed_up(results['speed'])}**. Required: at least 1.8 x."
     )
     learning_text = (
@@ -148,8 +149,8 @@ def report(results: Results) -> Page:
         "time. Bits per byte with the whole pattern, and the gain of each step outwards."
     )
     curve_text = (
-        "50 steps from one seed on rings of 1, 2 and 4 ranks: the largest difference of a loss (nats) from that of one "
-        "rank. Required: within 1e-9 in fp64."
+        f"{len(results['curves'][0]['losses'])} steps from one seed on rings of 1, 2 and 4 ranks: the largest "
+        "difference of a loss (nats) from that of one rank. Required: within 1e-9 in fp64."
     )
     return Page(
         "Training, measured",
@@ -158,9 +159,9 @@ def report(results: Results) -> Page:
         f"Machine: {results.machine}",
         [
             training_picture(results),
-            Table("262,144 tokens in one sequence", long_table(long), long_text),
+            Table(f"{long['two'][0]['tokens']:,} tokens in one sequence", long_table(long), long_text),
             Table("Two ranks against one", speed_table(results["speed"]), speed_text),
-            Table("Ten minutes of training", context_table(learning["scores"]), learning_text),
+            Table("What the model learns", context_table(learning["scores"]), learning_text),
             Table("How far the model looks", reach_table(learning["progress"]), reach_text),
             Table("The same curve on every ring", curve_table(results["curves"]), curve_text),
             Table(
@@ -257,7 +258,7 @@ def training_picture(results: Results) -> Picture:
     learning.legend(frameon=False)
     learning.axhline(bigram, color="gray", linestyle="--")
     learning.annotate("bigram", (minutes[-1], bigram), va="bottom", ha="right", color="gray")
-    learning.set(title="Ten minutes on Python's sources", xlabel="minutes", ylabel="bits per byte")
+    learning.set(title="Training on Python's sources", xlabel="minutes", ylabel="bits per byte")
     scores = results["learning"]["scores"]
     contexts.errorbar(
         [s["context"] for s in scores],
@@ -278,7 +279,7 @@ def training_picture(results: Results) -> Picture:
     rings.set(title="One seed, three ring sizes, fp32", xlabel="step", ylabel="loss (nats)")
     rings.legend(frameon=False)
     figure.supxlabel(results.machine, fontsize=8, color="gray")
-    caption = "Losses of a long and of a ten-minute run, the gain from context, and losses on three ring sizes."
+    caption = "Losses with a long and with short sequences, the gain from context, and losses on three ring sizes."
     return Picture("training", figure, caption)
 
 

@@ -1,6 +1,7 @@
 """Every Transformers model type that can be built small: does ringspan's attention equal eager attention?
 
-Each model class is compared in a separate process with a limit on CPU time. The suite fails if one differs.
+Each model class is compared in a separate process with a limit on CPU time. By default only causal language models are
+compared, with --long all models. The suite fails if one differs.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import multiprocessing
 import resource
 import warnings
 from dataclasses import asdict
+from functools import partial
 from importlib import metadata
 from multiprocessing.connection import Connection
 from typing import Any
@@ -47,13 +49,15 @@ def versions(run: Measuring) -> dict[str, str]:
     return {"transformers": metadata.version("transformers")}
 
 
-def models(run: Measuring) -> None:
+def compare_models(run: Measuring, *, causal: bool) -> None:
+    """Compare the causal language models, or all others."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     wanted = run.options["kinds"].split(",") if run.options["kinds"] else sorted(CONFIG_MAPPING.keys())
-    kinds = ["llama", "bloom"] if run.quick else wanted
-    names = [f"{kind} {model}" for kind in kinds for model in model_classes(kind)]
+    kinds = ["llama", "bloom", "bert"] if run.size == "quick" else wanted
+    classes = [(kind, model) for kind in kinds for model in model_classes(kind)]
+    names = [f"{kind} {model}" for kind, model in classes if model.endswith("ForCausalLM") == causal]
     run.each(names, lambda name: asdict(_compare_in_process(*name.split(" "))))
 
 
@@ -82,13 +86,19 @@ def _compare_into(sender: Connection, kind: str, model: str) -> None:
     sender.close()
 
 
+def comparisons(results: Results) -> list[dict[str, Any]]:
+    """All stored comparisons, by model type."""
+    found = [*results["causal_models"].values(), *results.get("other_models", {}).values()]
+    return sorted(found, key=lambda each: (each["kind"], each["model"]))
+
+
 def broken(results: Results) -> str:
-    different = [found["model"] for found in results["models"].values() if found["verdict"] == "different"]
+    different = [found["model"] for found in comparisons(results) if found["verdict"] == "different"]
     return f"{', '.join(different)}: differ from eager attention." if different else ""
 
 
 def report(results: Results) -> Page:
-    found: list[dict[str, Any]] = list(results["models"].values())
+    found = comparisons(results)
     counts = collections.Counter(each["verdict"] for each in found)
     sentence = (
         f"{len(found)} model classes of {len({each['kind'] for each in found})} model types, of which "
@@ -100,7 +110,8 @@ def report(results: Results) -> Page:
         f"it), and a batch with {PADDED} tokens of padding on the right and on the left. Image and audio models get "
         "one input of their own kind."
     )
-    machine = f"Machine: {results.machine}, transformers {results['versions']['transformers']}"
+    used = [results.get(part, {}).get("transformers") for part in ("causal_versions", "other_versions")]
+    machine = f"Machine: {results.machine}, transformers {', '.join(dict.fromkeys(filter(None, used)))}"
     page = Page("Transformers model types, one by one", sentence, "python -m benchmarks transformers_models", machine)
     for verdict, (title, text) in TITLES.items():
         rows = [[each["kind"], each["model"], each["reason"]] for each in found if each["verdict"] == verdict]
@@ -113,8 +124,14 @@ def report(results: Results) -> Page:
 
 SUITE = Suite(
     "docs/transformers_models.md",
-    {"versions": versions, "models": models},
+    {
+        "causal_versions": versions,
+        "causal_models": partial(compare_models, causal=True),
+        "other_versions": versions,
+        "other_models": partial(compare_models, causal=False),
+    },
     report,
     broken=broken,
     options={"kinds": ""},
+    long_parts=("other_versions", "other_models"),
 )

@@ -1,6 +1,7 @@
 """Time per token by sequence length: consecutive shards of each length, in turns, in one warm process.
 
-    python -m benchmarks.warm    # prints JSON: for each length, seconds per token of the median shard in each round
+    python -m benchmarks.warm default    # or quick, long; prints JSON: seconds per token of the median shard of each
+                                         # length in each round
 
 A whole run of a million tokens takes two seconds, mostly for page faults of new memory, and one of a billion takes half
 an hour, during which the machine drifts. So every length contributes consecutive shards from its middle, lengths take
@@ -23,15 +24,17 @@ from ringspan.streaming.sources import reuse_row_buffers
 from ringspan.tools.demonstration import steady_seconds_per_token, whole_sequence_pattern
 
 SHARDS = {2**20: 8, 2**22: 16, 2**24: 16, 2**26: 32, 2**28: 128, 2**30: 512}  # as in `ringspan stream --budget 8G`
-ROUNDS = 6  # the first one warms up
+LENGTHS = {"quick": (2**20, 2**22), "default": (2**20, 2**24, 2**30), "long": tuple(SHARDS)}
+ROUNDS = {"quick": 2, "default": 4, "long": 6}  # the first one warms up
 TIMED_TOKENS, FEWEST_SHARDS = 2**23, 5
 
 
 def main() -> None:
-    lengths = list(SHARDS)[: 2 if "--quick" in sys.argv else None]
+    size = sys.argv[1]
+    lengths = LENGTHS[size]
     found: dict[int, list[float]] = {length: [] for length in lengths}
     with reuse_row_buffers():
-        for number in range(ROUNDS):
+        for number in range(ROUNDS[size]):
             for length in lengths:
                 seconds = _steady(length)
                 if number:

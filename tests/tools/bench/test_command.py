@@ -16,7 +16,7 @@ from ringspan.cli.app import app
 from tests.ranks import starts_processes
 
 BENCH = [sys.executable, "-m", "ringspan", "bench"]
-TINY = ["--pattern", "64x1,256x4", "--heads", "2", "--dim", "16", "--ranks", "1", "--rounds", "1"]
+TINY = ["--pattern", "64x1,256x4", "--heads", "2", "--head-dim", "16", "--ranks", "1", "--rounds", "1"]
 
 
 def bench(*options: str) -> subprocess.CompletedProcess[str]:

@@ -7,7 +7,7 @@ import torch
 
 import ringspan as rs
 from ringspan.draw import draw_orders
-from ringspan.order.grid import ranks_of_cells
+from ringspan.order.orders import ranks_of_cells
 from ringspan.tools.bench.hilbert import rows_received, share_of_neighbours_seen, shortest_segment
 
 ORDERS = [rs.RowMajor, rs.Snake, rs.Morton, rs.Hilbert]

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -58,6 +59,30 @@ def test_resume_measures_only_what_is_missing(tmp_path: Path) -> None:
     assert calls == ["a", "b", "whole", "b", "whole"]
     assert Results(path).parts == {"items": {"a": 1, "b": 4}, "whole": 5}
     assert "{'a': 1, 'b': 4}" in (tmp_path / "docs/counts.md").read_text()
+
+
+def test_a_long_part_is_measured_only_on_request_and_its_results_stay(tmp_path: Path) -> None:
+    calls: list[str] = []
+    console = Console(quiet=True)
+    suite = replace(counting_suite(calls), long_parts=("whole",), options={"n": "3"}, long_options={"n": "9"})
+    path = tmp_path / "benchmarks/results/counts.jsonl"
+    run_suite("counts", suite, Request(tmp_path, size="long"), console)
+    assert calls == ["a", "b", "whole"]
+    assert Results(path).machine.endswith("with --long")
+    run_suite("counts", suite, Request(tmp_path), console)
+    assert calls == ["a", "b", "whole", "a", "b"]
+    assert Results(path).parts == {"items": {"a": 4, "b": 5}, "whole": 3}
+    assert [machine.endswith("with --long") for machine in Results(path).machines.values()].count(True) == 1
+    run_suite("counts", suite, Request(tmp_path, only=("whole",)), console)
+    assert Results(path).parts["whole"] == 6
+
+
+def test_all_suites_take_about_an_hour_by_default() -> None:
+    assert 50 <= sum(entry.minutes for entry in SUITES.values()) <= 75
+    for name in WITHOUT_TRANSFORMERS:
+        suite = import_module(f"benchmarks.{name}").SUITE
+        assert set(suite.long_parts) < set(suite.parts)
+        assert set(suite.long_options) <= set(suite.options)
 
 
 def test_suites_are_listed_within_80_columns() -> None:

@@ -20,7 +20,7 @@ SLOW = replace(SMALL, tokens=2**19, ranks=2, heads=4, pattern=rs.Full())  # take
 
 
 def test_two_ranks_need_the_memory_and_bytes_of_the_plan() -> None:
-    spanning = replace(case(tokens=8192, ranks=2), pattern=rs.Dilated.spanning(8192), heads=8, dim=64)
+    spanning = replace(case(tokens=8192, ranks=2), pattern=rs.Dilated.spanning(8192), heads=8, head_dim=64)
     trial = run_trial(spanning, 1, ROOMY)
     assert trial.outcome == "measured", trial.reason
     assert trial.forward_seconds > 0
@@ -35,14 +35,14 @@ def test_two_ranks_need_the_memory_and_bytes_of_the_plan() -> None:
 
 def test_a_simulated_ring_reports_the_peak_of_each_rank() -> None:
     """Virtual ranks hold what the plan says, plus the results of kernel calls, which the workspace bounds."""
-    trial = run_trial(replace(case("simulated", tokens=8192, ranks=4), heads=8, dim=64), 1, ROOMY)
+    trial = run_trial(replace(case("simulated", tokens=8192, ranks=4), heads=8, head_dim=64), 1, ROOMY)
     assert len(trial.peak_bytes) == 4
     for peak, planned in zip(trial.peak_bytes, planned_bytes(trial.case), strict=True):
         assert planned <= peak < planned + 16 * 2**20
 
 
 def test_running_out_of_memory_is_a_result() -> None:
-    large = replace(SMALL, tokens=262144, heads=4, dim=64)  # 256 MiB for each tensor
+    large = replace(SMALL, tokens=262144, heads=4, head_dim=64)  # 256 MiB for each tensor
     trial = run_trial(large, 1, TrialLimits(memory_bytes=128 * 2**20, seconds=60.0))
     assert trial.outcome == "out of memory"
     assert trial.reason == "rank 0 needed more than its 128 MiB"
@@ -55,7 +55,7 @@ def test_running_out_of_time_is_a_result() -> None:
 
 
 def test_a_rank_that_raises_is_a_result() -> None:
-    trial = run_trial(replace(SMALL, dim=0), 1, ROOMY)
+    trial = run_trial(replace(SMALL, head_dim=0), 1, ROOMY)
     assert trial.outcome == "crashed"
     assert trial.reason.startswith("rank 0: ValueError: q has shape (1, 64, 2, 0)")
 
