@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 
 PACKAGES = (
-    *("torch", "transformers", "accelerate", "deepspeed"),
+    *("torch", "transformers", "accelerate", "trl", "deepspeed"),
     *("safetensors", "prometheus-client", "tensorboard", "sphinx"),
 )
 

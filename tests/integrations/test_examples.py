@@ -22,7 +22,7 @@ def run_example(name: str, ranks: int, *flags: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -45,7 +45,12 @@ def test_transformers() -> None:
 
 def test_trainer() -> None:
     pytest.importorskip("transformers", reason="needs the extra transformers")
-    assert "Trainer over 2 ranks: weights differ from one process by" in run_example("transformers_trainer.py", 2)
+    assert "Trainer over 2 ranks differs from one process by" in run_example("transformers_trainer.py", 2)
+
+
+def test_trl() -> None:
+    pytest.importorskip("trl", reason="needs the extra trl")
+    assert "SFTTrainer over 2 ranks differs from one process by" in run_example("trl_sft.py", 2)
 
 
 @pytest.mark.parametrize("stage", ["2", "3"])
