@@ -23,8 +23,12 @@ def weighted_loss(out: Tensor, lse: Tensor, weights: tuple[Tensor, Tensor]) -> T
     return (out * weights[0]).sum() + (lse * weights[1])[finite].sum()
 
 
-def gradients(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(weighted_loss(out, lse, loss_weights(out, lse)), (q, k, v))
+def gradients(out: Tensor, lse: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(weighted_loss(out, lse, loss_weights(out, lse)), tensors)
+
+
+def random_sinks(shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64).mul(2).to(dtype).requires_grad_()
 
 
 def assert_equals_oracle(
@@ -36,10 +40,11 @@ def assert_equals_oracle(
     ring: rs.SimulatedRing | None = None,
     **options: object,
 ) -> None:
-    """Output, lse and all gradients within 1e-12 of the dense definition."""
+    """Output, lse and all gradients, also of the sinks, within 1e-12 of the dense definition."""
+    tensors = [q, k, v, *(x for x in (options.get("sinks"),) if isinstance(x, Tensor))]
     out, lse = rs.attention(q, k, v, return_lse=True, kernel=kernel, ring=ring, **options)  # type: ignore[call-overload]
     right, right_lse = dense_attention(q, k, v, **options)  # type: ignore[arg-type]
-    found = (out, lse, *gradients(out, lse, q, k, v))
-    wanted = (right, right_lse, *gradients(right, right_lse, q, k, v))
+    found = (out, lse, *gradients(out, lse, *tensors))
+    wanted = (right, right_lse, *gradients(right, right_lse, *tensors))
     for x, y in zip(found, wanted, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=1e-12)

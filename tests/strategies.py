@@ -1,9 +1,12 @@
 """Random patterns, lengths and documents for property tests: small, odd, and with every feature."""
 
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 import ringspan as rs
+from tests.exactness import random_sinks
 
 FULL_PROFILE = 100  # examples of a test that sets none, in the full profile
 
@@ -25,8 +28,18 @@ def dilated(draw: st.DrawFn, longest_segment: int = 24, largest_rate: int = 6) -
     )
 
 
+@st.composite
+def windows(draw: st.DrawFn) -> rs.Window:
+    """Windows of one row, shorter and longer than a sequence, also ahead, also dilated by what does not divide them."""
+    left = draw(st.sampled_from([0, 1, 2, 3, 5, 8, 13, 21, 50]))
+    return rs.Window(left, draw(st.sampled_from([0, 0, 0, 1, 4, 60])), draw(st.sampled_from([1, 1, 1, 2, 3, 7])))
+
+
 def patterns() -> st.SearchStrategy[rs.Pattern]:
-    return st.one_of(st.just(rs.Full()), dilated(), dilated(), dilated())
+    """Full, dilated, windows, and sums of two or three."""
+    single = st.one_of(st.just(rs.Full()), dilated(), dilated(), windows(), windows())
+    sums = st.lists(single, min_size=2, max_size=3).map(lambda terms: sum(terms[1:], start=terms[0]))
+    return st.one_of(single, single, single, sums)
 
 
 @st.composite
@@ -44,6 +57,23 @@ def routings() -> st.SearchStrategy[rs.Routing]:
 def scales() -> st.SearchStrategy[float | None]:
     """Mostly the default; also values that fused kernels do not accept directly."""
     return st.sampled_from([None, None, 0.7, -0.5, 0.0])
+
+
+def softcaps() -> st.SearchStrategy[float | None]:
+    """Mostly none."""
+    return st.sampled_from([None, None, None, 0.7, 30.0])
+
+
+@st.composite
+def sinks(draw: st.DrawFn, q: Tensor) -> Tensor | None:
+    """Mostly none; a logit for each head, or for each row and head, some of them without effect (-inf)."""
+    shape = draw(st.sampled_from([None, None, q.shape[2:3], q.shape[:3]]))
+    if shape is None:
+        return None
+    logits = random_sinks(tuple(shape)).detach()
+    if draw(st.booleans()) and logits.numel():
+        logits.view(-1)[0] = -torch.inf
+    return logits.requires_grad_()
 
 
 @st.composite

@@ -13,7 +13,7 @@ import ringspan as rs
 from ringspan import engine
 from ringspan.oracle import dense_attention, multiplicity
 from tests.exactness import assert_equals_oracle, inputs
-from tests.strategies import examples, held_heads, lengths, patterns, scales
+from tests.strategies import examples, held_heads, lengths, patterns, scales, sinks, softcaps
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*selects row")
 
@@ -32,6 +32,8 @@ def test_equals_the_oracle(data: st.DataObject) -> None:
         pattern=pattern,
         causal=data.draw(st.booleans()),
         scale=data.draw(scales()),
+        softcap=data.draw(softcaps()),
+        sinks=data.draw(sinks(q)),
         lengths=None if len(sizes) == 1 else sizes,
         kernel=data.draw(st.sampled_from([None, "reference"])),
     )
@@ -57,7 +59,9 @@ def test_longer_segments_than_the_sequence(n: int, causal: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("pattern", [rs.Full(), rs.Dilated((3, 6, 24), (1, 2, 5))], ids=["full", "dilated"])
+@pytest.mark.parametrize(
+    "pattern", [rs.Full(), rs.Dilated((3, 6, 24), (1, 2, 5)), rs.Window(5, 3)], ids=["full", "dilated", "window"]
+)
 @pytest.mark.parametrize("causal", [False, True])
 def test_nan_is_visible_in_every_row_that_sees_it(pattern: rs.Pattern, causal: bool, dtype: torch.dtype) -> None:
     """Also where a tile has fewer keys than a vector register has lanes."""

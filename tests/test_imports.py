@@ -17,18 +17,18 @@ ALLOWED: dict[str, set[str]] = {
     "geometry": set(),
     "layout": {"geometry"},
     "planning": {"geometry", "layout"},  # and planning/api.py kernels and validation, for dtypes and offsets
-    "kernels": set(),
+    "kernels": {"geometry"},
     "softmax": set(),
     "views": {"geometry"},
     "ring": {"geometry", "layout", "planning", "runtime"},
     "schedule": {"geometry", "planning", "ring", "views"},
-    "engine": {"planning", "kernels", "softmax", "views", "ring", "schedule"},
+    "engine": {"geometry", "planning", "kernels", "softmax", "views", "ring", "schedule"},
     "order": {"geometry", "layout"},
     "validation": {"geometry", "kernels"},
     "execute": {
         *("engine", "geometry", "kernels", "layout", "order", "planning", "ring", "schedule", "softmax", "validation"),
     },
-    "_op": {"execute", "geometry", "kernels", "order", "ring", "validation"},
+    "_op": {"execute", "geometry", "kernels", "order", "ring", "softmax", "validation"},
     "api": {"_op", "geometry", "order", "ring", "validation"},
     "decoding": {
         *(
@@ -46,7 +46,7 @@ ALLOWED: dict[str, set[str]] = {
         ),
         "views",
     },
-    "streaming": {"engine", "geometry", "kernels", "planning", "ring", "ringspan", "runtime", "schedule"}
+    "streaming": {"engine", "geometry", "kernels", "planning", "ring", "ringspan", "runtime", "schedule", "softmax"}
     | {"validation", "views"},
     "nn": {"geometry", "api", "order", "ring", "validation"},
     "oracle": {"geometry", "order"},

@@ -23,6 +23,8 @@ _MODULE_OF = {
     "Dilated": "ringspan.geometry",
     "Full": "ringspan.geometry",
     "Pattern": "ringspan.geometry",
+    "PatternSum": "ringspan.geometry",
+    "Window": "ringspan.geometry",
     "LayoutName": "ringspan.layout",
     "FoldedOrder": "ringspan.order",
     "GridOrder": "ringspan.order",
@@ -73,6 +75,8 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors; tests/test_i
     from ringspan.geometry import Dilated as Dilated
     from ringspan.geometry import Full as Full
     from ringspan.geometry import Pattern as Pattern
+    from ringspan.geometry import PatternSum as PatternSum
+    from ringspan.geometry import Window as Window
     from ringspan.layout import LayoutName as LayoutName
     from ringspan.order import FoldedOrder as FoldedOrder
     from ringspan.order import GridOrder as GridOrder

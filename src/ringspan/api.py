@@ -16,10 +16,12 @@ from ringspan.validation import (
     autocast,
     check_operands,
     check_pattern,
+    check_sinks,
     check_tensors,
     kernel_for,
     packed_lengths,
     scale_for,
+    softcap_for,
 )
 
 
@@ -32,6 +34,8 @@ def attention(
     pattern: Pattern,
     causal: bool = ...,
     scale: float | None = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
     lengths: Lengths | None = ...,
     cu_seqlens: Lengths | None = ...,
     order: Order | None = ...,
@@ -51,6 +55,8 @@ def attention(
     pattern: Pattern,
     causal: bool = ...,
     scale: float | None = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
     lengths: Lengths | None = ...,
     cu_seqlens: Lengths | None = ...,
     order: Order | None = ...,
@@ -69,6 +75,8 @@ def attention(
     pattern: Pattern,
     causal: bool = False,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     lengths: Lengths | None = None,
     cu_seqlens: Lengths | None = None,
     order: Order | None = None,
@@ -83,9 +91,13 @@ def attention(
         q: (batch, seq, heads, head_dim).
         k, v: (batch, seq, kv_heads, head_dim), where kv_heads divides heads: query head j reads KV head
             j // (heads // kv_heads).
-        pattern: `Dilated(...)` or `Full()`.
+        pattern: `Full()`, `Window(...)`, `Dilated(...)`, or a sum such as ``Window(511) + Dilated((4096,), (4,))``.
         causal: whether a query sees only keys up to its own position.
         scale: factor of the scores before the softmax, any finite number; head_dim ** -0.5 by default.
+        softcap: replaces each score s by softcap * tanh(s / softcap), as in Gemma 2. Uses the reference kernel.
+        sinks: for each query head, (heads,), or for each row and head, (batch, seq, heads): a logit that joins the
+            softmax but has no value, as in gpt-oss. Differentiable, and part of the lse. Over a `Ring`, (heads,) is the
+            same on all ranks, and its gradient is that of this rank's rows: sum it over the ranks.
         lengths: packed documents: the rows hold documents of these lengths, one after another. Each is a sequence of
             its own: positions restart at 0, and no document sees another. Ints, or an int64 tensor; with a tensor,
             torch.compile does not recompile when the values change.
@@ -117,7 +129,9 @@ def attention(
     q, k, v = autocast(q, k, v)
     check_operands(q, k, v)
     check_pattern(pattern, k.shape[2])
-    name = kernel_for(kernel, q).name
+    cap = softcap_for(softcap, q)
+    name = kernel_for(kernel, q, cap).name
+    check_sinks(sinks, q)
     if not isinstance(causal, bool):
         raise TypeError(f"causal={causal!r}: must be True or False")
     _check_order(order, causal)
@@ -130,11 +144,11 @@ def attention(
         raise ValueError(f"seq_len={seq_len}, but q has {q.shape[1]} rows: must be equal without a ring")
     packed = packed_lengths(lengths, cu_seqlens, seq_len if isinstance(ring, Ring) else q.shape[1])
     factor = scale_for(scale, q)
-    needs = [torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)]
+    needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (q, k, v, sinks)]
     ring_name = "" if ring is None else ring.name
     order_text = "" if order is None else order.text
     out, lse, _ = attention_op(
-        q, k, v, packed, pattern.text, order_text, causal, factor, name, ring_name, seq_len, needs
+        q, k, v, sinks, packed, pattern.text, order_text, causal, factor, cap, name, ring_name, seq_len, needs
     )
     return (out, lse) if return_lse else out
 

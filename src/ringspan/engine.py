@@ -12,8 +12,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ringspan.kernels import Kernel, accumulation_dtype
-from ringspan.kernels.kernel import Needs
+from ringspan.geometry import Mask
+from ringspan.kernels import Kernel, ScoreOptions, accumulation_dtype
+from ringspan.kernels.kernel import Gradients, Needs
 from ringspan.planning import Parcel, RankPlan, Tile
 from ringspan.ring.transport import Counters, Transport
 from ringspan.schedule import ParcelGradients, RankRun, parcel_rows, run_schedule
@@ -23,8 +24,7 @@ from ringspan.views import Block, CallSize, Operands, blocks, comb_view, fold
 # Bytes that the results of a kernel call may take: small enough to stay in cache. This is the only memory besides
 # inputs, outputs, their accumulators and parcels.
 WORKSPACE_BYTES = 16 * 2**20
-
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+_REVERSED_COPIES = 8  # of a row, at most: the operands and results of a backward call
 
 
 class ForwardRun(RankRun):
@@ -33,7 +33,15 @@ class ForwardRun(RankRun):
     """
 
     def __init__(
-        self, plan: RankPlan, transport: Transport, q: Tensor, k: Tensor, v: Tensor, *, scale: float, kernel: Kernel
+        self,
+        plan: RankPlan,
+        transport: Transport,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scores: ScoreOptions,
+        kernel: Kernel,
     ) -> None:
         q, k, v = (with_dense_rows(x) for x in (q, k, v))
         wide = accumulation_dtype(q.dtype)
@@ -45,7 +53,7 @@ class ForwardRun(RankRun):
             self.lse.fill_(-torch.inf)
         super().__init__(plan, transport, k, v, held=(q, k, v, self.out, self.lse))
         self._query_side = {"q": q, "out": self.out, "lse": self.lse.transpose(1, 2)}
-        self._scale, self._kernel = scale, kernel
+        self._scores, self._kernel = scores, kernel
 
     @property
     def results(self) -> tuple[Tensor, Tensor]:
@@ -58,21 +66,21 @@ class ForwardRun(RankRun):
                 tile,
                 self._query_side,
                 {"k": keys, "v": values},
-                scale=self._scale,
+                scores=self._scores,
                 kernel=self._kernel,
                 counters=self.transport.counters,
             )
 
 
 def forward_tile_(
-    tile: Tile, query_side: Operands, key_side: Operands, *, scale: float, kernel: Kernel, counters: Counters
+    tile: Tile, query_side: Operands, key_side: Operands, *, scores: ScoreOptions, kernel: Kernel, counters: Counters
 ) -> None:
     """Compute one tile and merge it into ``out`` and ``lse`` of the query side, in place."""
     q, wide = query_side["q"], query_side["out"].dtype
     # Twice the result: call sizes vary, and the allocator's fragmentation is about one result.
     row_bytes = 2 * q.shape[-1] * (q.element_size() + (0 if q.dtype == wide else wide.itemsize))
     for x, block in _calls(tile, query_side, key_side, kernel, row_bytes):
-        part, part_lse = kernel.forward(x["q"], x["k"], x["v"], block.causal, scale)
+        part, part_lse = kernel.forward(x["q"], x["k"], x["v"], block.mask, scores)
         with counters.holding(part, part_lse):
             combine_ = put_ if tile.fresh and block.first else merge_
             combine_(x["out"], x["lse"], part, part_lse)
@@ -98,7 +106,7 @@ class BackwardRun(RankRun):
         out: Tensor,
         lse: Tensor,
         *,
-        scale: float,
+        scores: ScoreOptions,
         kernel: Kernel,
         needs: Needs,
     ) -> None:
@@ -119,7 +127,7 @@ class BackwardRun(RankRun):
         )
         self._own_grads = _present(dk=dk, dv=dv)
         self._row_bytes = q.shape[-1] * q.element_size() * (3 if grad_lse is None else 6)
-        self._scale, self._kernel, self._needs = scale, kernel, needs
+        self._scores, self._kernel, self._needs = scores, kernel, needs
         self._parcel_grads = ParcelGradients(plan, transport, k, self._own_grads)
         self._shares: dict[Parcel, Tensor] = {}  # gradients of this hop's parcels
 
@@ -132,17 +140,17 @@ class BackwardRun(RankRun):
             elif self._own_grads:
                 key_side |= zip(("dk", "dv"), parcel_rows(self._shares[tile.parcel], self.k.shape[2]), strict=True)
             for x, block in _calls(tile, self._query_side, key_side, self._kernel, self._row_bytes):
-                self._add_gradients(x, block.causal)
+                self._add_gradients(x, block.mask)
 
-    def _add_gradients(self, x: Operands, causal: bool) -> None:
+    def _add_gradients(self, x: Operands, mask: Mask) -> None:
         if "grad_out" in x:
             operands = (x["grad_out"], x["q"], x["k"], x["v"], x["out"], x["lse"])
-            shares = self._kernel.backward(*operands, causal, self._scale, self._needs)
+            shares = self._kernel.backward(*operands, mask, self._scores, self._needs)
             with self.transport.counters.holding(*shares):
                 _add_shares(x, shares)
             del shares  # before the next call allocates its results
         if "grad_lse" in x:
-            _add_shares(x, _lse_shares(x, causal, self._scale, self._kernel, self._needs))
+            _add_shares(x, _lse_shares(x, mask, self._scores, self._kernel, self._needs))
 
     def wait_for_gradients(self) -> None:
         self._parcel_grads.wait()
@@ -156,19 +164,19 @@ class BackwardRun(RankRun):
 
 
 def run_forward(
-    plan: RankPlan, transport: Transport, q: Tensor, k: Tensor, v: Tensor, *, scale: float, kernel: Kernel
+    plan: RankPlan, transport: Transport, q: Tensor, k: Tensor, v: Tensor, *, scores: ScoreOptions, kernel: Kernel
 ) -> tuple[Tensor, Tensor]:
     """Run the forward pass of a single rank."""
-    run = ForwardRun(plan, transport, q, k, v, scale=scale, kernel=kernel)
+    run = ForwardRun(plan, transport, q, k, v, scores=scores, kernel=kernel)
     run_schedule([run])
     return run.results
 
 
 def run_backward(
-    plan: RankPlan, transport: Transport, *tensors: Tensor | None, scale: float, kernel: Kernel, needs: Needs
+    plan: RankPlan, transport: Transport, *tensors: Tensor | None, scores: ScoreOptions, kernel: Kernel, needs: Needs
 ) -> Gradients:
     """Run the backward pass of a single rank."""
-    run = BackwardRun(plan, transport, *tensors, scale=scale, kernel=kernel, needs=needs)  # type: ignore[arg-type]
+    run = BackwardRun(plan, transport, *tensors, scores=scores, kernel=kernel, needs=needs)  # type: ignore[arg-type]
     run_schedule([run])
     return run.results
 
@@ -181,6 +189,8 @@ def _calls(
     views = {name: comb_view(x, tile.queries, group) for name, x in query_side.items()}
     for name, x in key_side.items():
         views[name] = comb_view(x, tile.keys).expand(-1, -1, -1, group, -1, *x.shape[3:])
+    if tile.mask == "anticausal":  # computed on reversed copies
+        row_bytes += _REVERSED_COPIES * query_side["q"].shape[-1] * query_side["q"].element_size()
     size = CallSize.that_fits(
         WORKSPACE_BYTES,
         longest=max(tile.queries.rows, tile.keys.rows),
@@ -190,13 +200,11 @@ def _calls(
     )
     for folded in fold(views, kernel.contract.zero_strides):
         for cut in size.cut(folded):
-            for block in blocks(tile.queries.rows, tile.keys.rows, tile.causal, size.edge):
+            for block in blocks(tile.queries.rows, tile.keys.rows, tile.mask, size.edge):
                 yield block.of(cut, query_side), block
 
 
-def _lse_shares(
-    x: Operands, causal: bool, scale: float, kernel: Kernel, needs: Needs
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def _lse_shares(x: Operands, mask: Mask, scores: ScoreOptions, kernel: Kernel, needs: Needs) -> Gradients:
     """A block's share of the gradients of q and k that come from the gradient of lse.
 
     The derivative of lse with respect to a score is its softmax weight. The flash backward computes weight x (dP -
@@ -207,12 +215,12 @@ def _lse_shares(
     out = (-first).expand(x["q"].shape).clone(memory_format=torch.contiguous_format)
     no_values = torch.zeros_like(x["v"], memory_format=torch.contiguous_format)
     dq, dk, _ = kernel.backward(
-        grad_out, x["q"], x["k"], no_values, out, x["lse"], causal, scale, (needs[0], needs[1], False)
+        grad_out, x["q"], x["k"], no_values, out, x["lse"], mask, scores, (needs[0], needs[1], False)
     )
     return dq, dk, None
 
 
-def _add_shares(x: Operands, shares: tuple[Tensor | None, Tensor | None, Tensor | None]) -> None:
+def _add_shares(x: Operands, shares: Gradients) -> None:
     for name, share in zip(("dq", "dk", "dv"), shares, strict=True):
         if share is not None and name in x:
             _add(x[name], share)

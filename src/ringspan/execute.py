@@ -15,14 +15,14 @@ from torch import Tensor
 
 from ringspan.engine import BackwardRun, ForwardRun
 from ringspan.geometry import Documents, Pattern
-from ringspan.kernels import Kernel
+from ringspan.kernels import Kernel, ScoreOptions
 from ringspan.layout import Layout
 from ringspan.order import Order, Pass, check_fits, passes
 from ringspan.planning import Hop, RankPlan, plan_rank
 from ringspan.ring.agreement import digest, fingerprint
 from ringspan.ring.backend import Backend
 from ringspan.schedule import run_schedule
-from ringspan.softmax import merge_
+from ringspan.softmax import merge_, merge_sinks_
 from ringspan.validation import without_autocast
 
 TensorsWithRowDim = Sequence[tuple[Tensor | None, int]]
@@ -36,22 +36,33 @@ class Call:
     pattern: Pattern
     order: Order | None
     causal: bool
-    scale: float
+    scores: ScoreOptions
     kernel: Kernel
     backend: Backend
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, seq_len: int | None, needs: Sequence[bool]
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        lengths: Tensor | None,
+        seq_len: int | None,
+        needs: Sequence[bool],
     ) -> tuple[Tensor, Tensor, int]:
         """Output, lse, and the length of the whole sequence on which the ranks agreed."""
-        layout = self.backend.agree(q.shape[1], lambda: self._metadata(q, k, v, lengths, needs), seq_len, q)
-        start = partial(ForwardRun, scale=self.scale, kernel=self.kernel)
+        layout = self.backend.agree(q.shape[1], lambda: self._metadata(q, k, v, sinks, lengths, needs), seq_len, q)
+        start = partial(ForwardRun, scores=self.scores, kernel=self.kernel)
         ranks: list[list[Any]] = []
         for rows in self._passes(layout, lengths):
             parts = rows.run(k, [(q, 1), (k, 1), (v, 1)], start, row_dims=(1, 2))
             for (out, lse), (part, part_lse) in zip(ranks, parts, strict=False):
                 merge_(out.transpose(1, 2), lse, part.transpose(1, 2), part_lse)
             ranks = ranks or parts
+        if sinks is not None:
+            shards = self.backend.shard(layout, [(sinks, 1)]) if sinks.dim() == 3 else [(0, None, [sinks])] * len(ranks)
+            for (out, lse), (_, _, (own,)) in zip(ranks, shards, strict=True):
+                merge_sinks_(out, lse, own)
         outs, lses = zip(*ranks, strict=True)
         out = self.backend.unshard(layout, [out.to(q.dtype) for out in outs], 1)
         return out, self.backend.unshard(layout, list(lses), 2), layout.rows
@@ -72,7 +83,7 @@ class Call:
         """Gradients of q, k and v; None for each that is not needed."""
         layout = self.backend.agree(q.shape[1], dict, seq_len, q)
         tensors = [(grad_out, 1), (grad_lse, 2), (q, 1), (k, 1), (v, 1), (out, 1), (lse, 2)]
-        start = partial(BackwardRun, scale=self.scale, kernel=self.kernel, needs=needs)
+        start = partial(BackwardRun, scores=self.scores, kernel=self.kernel, needs=needs)
         ranks: list[list[Any]] = []
         for rows in self._passes(layout, lengths):
             shares = rows.run(k, tensors, start, row_dims=(1, 1, 1))
@@ -96,7 +107,7 @@ class Call:
         return [_PassOverRows(one, self.backend, layout, documents) for one in found]
 
     def _metadata(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, needs: Sequence[bool]
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, lengths: Tensor | None, needs: Sequence[bool]
     ) -> dict[str, Any]:
         """What the ranks must agree on, and a fingerprint of this rank's rows."""
         batch, _, heads, head_dim = q.shape
@@ -105,13 +116,22 @@ class Call:
             "batch, heads, kv_heads, head_dim": (batch, heads, k.shape[2], head_dim),
             "dtype": str(q.dtype),
             "lengths": None if lengths is None else digest(str(lengths.tolist())),
-            "who needs gradients (q, k, v)": tuple(needs),
+            "who needs gradients (q, k, v, sinks)": tuple(needs),
             "fingerprint": fingerprint(q, k, v),
             "pattern": digest(self.pattern.text),
             "order": digest(self.order.text if self.order else ""),
             "causal": str(self.causal),
-            "scale": str(self.scale),
+            "scale": str(self.scores.scale),
+            "softcap": str(self.scores.softcap),
+            "sinks": describe_sinks(sinks),
         }
+
+
+def describe_sinks(sinks: Tensor | None) -> str:
+    """What ranks must agree on: the values of one sink per head, which all ranks share; otherwise only the kind."""
+    if sinks is None:
+        return "none"
+    return digest(str(sinks.tolist()), at_most=100) if sinks.dim() == 1 else "for each row and head"
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ringspan.geometry import Full, Pattern
+from ringspan.geometry import Dilated, Full, Pattern, Window
 from ringspan.order import Order
 from ringspan.order.base import rows_and_places
 
@@ -44,19 +44,28 @@ def multiplicity(
     allowed = document[rows, None] == document[None, :]
     if causal:
         allowed &= position[None, :] <= position[rows, None]
-    if isinstance(pattern, Full):
-        return allowed.long().expand(kv_heads, -1, -1)
-
     count = torch.zeros(kv_heads, len(rows), n, dtype=torch.int64)
+    for part in pattern.parts:
+        if isinstance(part, Full):
+            count += allowed
+        elif isinstance(part, Window):
+            back = place[rows, None] - place[None, :]
+            count += allowed & (back <= part.left) & (-back <= part.right) & (back % part.dilation == 0)
+        elif isinstance(part, Dilated):
+            for head in range(kv_heads):
+                count[head] += allowed * _branches_seen(part, place, rows, head, kv_heads)
+    return count
+
+
+def _branches_seen(pattern: Dilated, place: Tensor, rows: Tensor, head: int, kv_heads: int) -> Tensor:
+    """The number of branches in which each of the query rows sees each key, for one KV head."""
+    count = torch.zeros(len(rows), len(place), dtype=torch.int64)
     total_heads = pattern.total_heads or kv_heads
     for w, r in zip(pattern.segment_lengths, pattern.dilation_rates, strict=True):
-        x = place + pattern.shift
-        same_segment = (x // w)[rows, None] == (x // w)[None, :]
-        for head in range(kv_heads):
-            c = pattern.first_head + head
-            offset = c % r if pattern.head_offsets == "interleaved" else c // -(-total_heads // r)
-            selected = x % w % r == offset
-            count[head] += allowed & same_segment & selected[rows, None] & selected[None, :]
+        x, c = place + pattern.shift, pattern.first_head + head
+        offset = c % r if pattern.head_offsets == "interleaved" else c // -(-total_heads // r)
+        selected = x % w % r == offset
+        count += ((x // w)[rows, None] == (x // w)[None, :]) & selected[rows, None] & selected[None, :]
     return count
 
 
@@ -68,21 +77,30 @@ def dense_attention(
     pattern: Pattern,
     causal: bool = False,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     lengths: Sequence[int] | None = None,
     order: Order | None = None,
     rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output (batch, seq, heads, dim) and lse (batch, heads, seq), computed in the dtype of the inputs.
 
-    With ``rows``, q and the results hold only these rows of the sequence: O(len(rows) * n) instead of O(n ** 2).
+    With ``rows``, q, sinks and the results hold only these rows of the sequence: O(len(rows) * n) instead of O(n ** 2).
     """
     heads, dim = q.shape[2:]
     n, kv_heads = k.shape[1:3]
     count = multiplicity(pattern, n, kv_heads, causal=causal, lengths=lengths, order=order, rows=rows)
     count = count.repeat_interleave(heads // kv_heads, dim=0).to(q)
     k, v = (x.repeat_interleave(heads // kv_heads, dim=2) for x in (k, v))
-    scores = torch.einsum("bphd,bthd->bhpt", q, k) * (dim**-0.5 if scale is None else scale) + count.log()
-    blind = (count == 0).all(-1)  # rows that see nothing
+    scores = torch.einsum("bphd,bthd->bhpt", q, k) * (dim**-0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores + count.log()
+    if sinks is not None:  # one more key, whose value is 0
+        logits = sinks.to(q).expand(*q.shape[:3]).transpose(1, 2).unsqueeze(-1)
+        scores = torch.cat((scores, logits), -1)
+        v = torch.cat((v, torch.zeros_like(v[:, :1])), 1)
+    blind = (scores == -torch.inf).all(-1)  # rows that see nothing
     scores = scores.masked_fill(blind[..., None], 0.0)
     lse = scores.logsumexp(-1)
     weights = (scores - lse[..., None]).exp().masked_fill(blind[..., None], 0.0)

@@ -25,3 +25,37 @@ def put_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """
     torch.mul(part, 1.0, out=out)  # copies and converts 16-bit parts
     torch.mul(part_lse, 1.0, out=lse)
+
+
+def merge_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """Merge logits without a value, (heads,) or (batch, rows, heads), into ``out`` and ``lse``, in place.
+
+    ``out`` is (batch, rows, heads, dim), ``lse`` (batch, heads, rows). This is `merge_` with a partial result of 0.
+    """
+    logits = _by_head(sinks, lse)
+    total = torch.logaddexp(lse, logits)
+    weight = (lse - total).exp_().masked_fill_(total == -torch.inf, 0.0)
+    out.mul_(weight.transpose(1, 2).unsqueeze(-1))
+    lse.copy_(total)
+
+
+def sinks_gradient(grad_out: Tensor | None, grad_lse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """The gradient of the sinks, from the final ``out`` and ``lse``: a key with this logit and the value 0.
+
+    For sinks of shape (heads,), the sum over the given rows: over a ring, add up the gradients of all ranks, as for
+    every parameter that all ranks hold.
+    """
+    share = torch.zeros_like(lse)  # of the derivative of the loss by the logit, before its softmax weight
+    if grad_lse is not None:
+        share += grad_lse
+    if grad_out is not None:
+        share -= (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(1, 2)
+    weight = (_by_head(sinks, lse) - lse).exp_().masked_fill_(lse == -torch.inf, 0.0)
+    grad = share.mul_(weight)
+    return (grad.sum((0, 2)) if sinks.dim() == 1 else grad.transpose(1, 2)).to(sinks.dtype)
+
+
+def _by_head(sinks: Tensor, lse: Tensor) -> Tensor:
+    """Sinks as (batch, heads, rows), or as something that broadcasts to it."""
+    wide = sinks.to(lse.dtype)
+    return wide[:, None] if sinks.dim() == 1 else wide.transpose(1, 2)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from ringspan import kernels
-from ringspan.geometry import Dilated, Documents, Full, Pattern, as_int, unselected_warning
+from ringspan.geometry import Documents, Pattern, as_int, unselected_warning
 from ringspan.kernels import Kernel
 
 Lengths: TypeAlias = "Iterable[int] | Tensor"
@@ -75,15 +75,35 @@ def _check_reverse_mode(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def check_pattern(pattern: Any, kv_heads: int) -> None:
     """Raise unless ``pattern`` is a pattern for tensors with this many KV heads."""
-    if not isinstance(pattern, (Full, Dilated)):
-        raise TypeError(f"pattern={pattern!r}: must be Dilated(segment_lengths, dilation_rates) or Full()")
+    if not isinstance(pattern, Pattern):
+        raise TypeError(
+            f"pattern={pattern!r}: must be Full(), Window(left), Dilated(segment_lengths, dilation_rates), or a sum"
+        )
     pattern.check_heads(kv_heads)
 
 
-def kernel_for(name: str | None, q: Tensor) -> Kernel:
+def check_sinks(sinks: Any, q: Tensor) -> None:
+    """Raise unless ``sinks`` is None, or floating-point (heads,) or (batch, seq, heads) on the device of q."""
+    if sinks is None:
+        return
+    if not isinstance(sinks, Tensor):
+        raise TypeError(f"sinks is a {type(sinks).__name__}: must be a torch.Tensor")
+    batch, rows, heads, _ = q.shape
+    if sinks.shape not in ((heads,), (batch, rows, heads)):
+        raise ValueError(
+            f"sinks has shape {tuple(sinks.shape)}, q has {tuple(q.shape)}: must be (heads,) or (batch, seq, heads), "
+            "one logit per query head"
+        )
+    if not sinks.dtype.is_floating_point:
+        raise ValueError(f"sinks is {sinks.dtype}: must be floating-point; cast with .to()")
+    if sinks.device != q.device:
+        raise ValueError(f"sinks is on {sinks.device}, but q is on {q.device}: move both to one device")
+
+
+def kernel_for(name: str | None, q: Tensor, softcap: float = 0.0) -> Kernel:
     """The kernel with this name, or the best one for the device and dtype of q. Raises if it does not support them."""
-    chosen = kernels.choose(q.device, q.dtype).kernel if name is None else kernels.get(name)
-    refusal = chosen.contract.refusal(q.device.type, q.dtype, q.shape[-1])
+    chosen = kernels.choose(q.device, q.dtype, softcap=softcap).kernel if name is None else kernels.get(name)
+    refusal = chosen.contract.refusal(q.device.type, q.dtype, q.shape[-1], softcap)
     if refusal:
         raise ValueError(f"kernel {chosen.name!r}: {refusal}, or name another kernel, such as kernel='reference'")
     return chosen
@@ -91,14 +111,26 @@ def kernel_for(name: str | None, q: Tensor) -> Kernel:
 
 def scale_for(scale: Any, q: Tensor) -> float:
     """The softmax scale: as given, or head_dim ** -0.5."""
-    if scale is None:
-        return float(q.shape[-1] ** -0.5)
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-        raise TypeError(f"scale={scale!r}: must be a number")
+    return float(q.shape[-1] ** -0.5) if scale is None else _finite("scale", scale, q)
+
+
+def softcap_for(softcap: Any, q: Tensor) -> float:
+    """The soft cap of the scores; 0 for None."""
+    if softcap is None:
+        return 0.0
+    cap = _finite("softcap", softcap, q)
+    if cap <= 0:
+        raise ValueError(f"softcap={softcap}: must be positive, or None for scores without a cap")
+    return cap
+
+
+def _finite(name: str, value: Any, q: Tensor) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}={value!r}: must be a number")
     wide = kernels.accumulation_dtype(q.dtype)
-    if not abs(scale) <= torch.finfo(wide).max:  # NaN too
-        raise ValueError(f"scale={scale}: must be finite in {wide}, the dtype of the scores")
-    return float(scale)
+    if not abs(value) <= torch.finfo(wide).max:  # NaN too
+        raise ValueError(f"{name}={value}: must be finite in {wide}, the dtype of the scores")
+    return float(value)
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from ringspan.geometry import Comb
+from ringspan.geometry import Comb, Mask
 
 Operands = dict[str, Tensor]
 IndexRange = tuple[int, int]  # (first, count)
@@ -57,16 +57,12 @@ def fold(operands: Operands, zero_strides: bool) -> Iterator[Operands]:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A rectangle of a tile: query rows against key rows. Only blocks on the diagonal of a causal tile are causal."""
+    """A rectangle of a tile: query rows against key rows. Only blocks on the diagonal of a triangle have its mask."""
 
     queries: IndexRange
     keys: IndexRange
-    causal: bool
-
-    @property
-    def first(self) -> bool:
-        """Whether this is the first block of its query rows."""
-        return self.keys[0] == 0
+    mask: Mask
+    first: bool  # of all blocks of its query rows
 
     def of(self, operands: Operands, query_side: Operands) -> Operands:
         """The block's rows of operands (x, y, rows, ..): query rows or key rows, depending on the operand."""
@@ -75,12 +71,16 @@ class Block:
         }
 
 
-def blocks(query_rows: int, key_rows: int, causal: bool, edge: int) -> Iterator[Block]:
-    """Cut a tile into blocks of at most ``edge`` rows and keys. A causal tile has no blocks above its diagonal."""
+def blocks(query_rows: int, key_rows: int, mask: Mask, edge: int) -> Iterator[Block]:
+    """Cut a tile into blocks of at most ``edge`` rows and keys, without those that its mask hides."""
     for queries in _ranges(query_rows, edge):
+        first = True
         for keys in _ranges(key_rows, edge):
-            if not causal or keys[0] <= queries[0]:
-                yield Block(queries, keys, causal and keys == queries)
+            on_diagonal = keys == queries
+            below, above = keys[0] < queries[0], keys[0] > queries[0]
+            if mask == "full" or on_diagonal or (below if mask == "causal" else above):
+                yield Block(queries, keys, mask if on_diagonal else "full", first)
+                first = False
 
 
 @dataclass(frozen=True, slots=True)

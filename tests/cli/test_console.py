@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ringspan.cli.app import app
-from ringspan.cli.console import make_console
+from ringspan.cli.options import make_console
 from ringspan.tools import doctor
 from ringspan.tools.bench import cases
 
@@ -65,7 +65,7 @@ def test_a_console_prints_brackets(capsys: pytest.CaptureFixture[str]) -> None:
 def test_commands_use_this_console(path: Path) -> None:
     """Progress bars and spinners parse markup on their own."""
     text = path.read_text()
-    assert path.name == "console.py" or not re.search(r"(?<!_)\bConsole\(", text)
+    assert path.name == "options.py" or not re.search(r"(?<!_)\bConsole\(", text)
     for column in re.findall(r"TextColumn\((.*)\)", text):
         assert "fields" not in column or "markup=False" in column, column
 

@@ -12,7 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 import ringspan as rs
-from ringspan.cli import console
+from ringspan.cli import app as group
 from ringspan.cli.app import app
 from ringspan.runtime.settings import RunError
 from tests.ranks import starts_processes
@@ -56,12 +56,12 @@ def test_a_rank_that_failed_alone_reports_it(
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "here")
     monkeypatch.setenv("RANK", "3")
     waits: list[float] = []
-    monkeypatch.setattr(console.time, "sleep", waits.append)
-    with pytest.raises(typer.Exit) as ended, console.reported():
+    monkeypatch.setattr(group.time, "sleep", waits.append)
+    with pytest.raises(typer.Exit) as ended, group.reported():
         raise RunError("the disk is full")
     assert ended.value.exit_code == 1
     assert capsys.readouterr().err == "rank 3: the disk is full\n"
-    assert waits == [console._HEAD_START]  # torchrun stops it during the wait if rank 0 has failed as well
+    assert waits == [group._HEAD_START]  # torchrun stops it during the wait if rank 0 has failed as well
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_a_rank_that_failed_alone_reports_it(
     ids=lambda value: type(value).__name__,
 )
 def test_expected_errors_are_one_sentence(error: Exception, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(typer.Exit) as ended, console.reported():
+    with pytest.raises(typer.Exit) as ended, group.reported():
         raise error
     assert ended.value.exit_code == 1
     said = capsys.readouterr().err
@@ -87,7 +87,7 @@ def test_expected_errors_are_one_sentence(error: Exception, sentence: str, capsy
 
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), BrokenPipeError(), TypeError("a bug"), typer.Exit(3)])
 def test_bugs_keep_their_traceback(error: Exception) -> None:
-    with pytest.raises(type(error)), console.reported():
+    with pytest.raises(type(error)), group.reported():
         raise error
 
 

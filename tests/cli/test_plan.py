@@ -40,6 +40,33 @@ def run_json(*arguments: str) -> dict:  # type: ignore[type-arg]
     return json.loads(result.stdout)  # type: ignore[no-any-return]
 
 
+def test_windows_report_their_halo() -> None:
+    """A rank receives the rows before its own: 1,023 of each KV head, on a zigzag ring for each of its two spans."""
+    found = run_json("--pattern", "window 1023", "--tokens", "64k", "--kv-heads", "2", "--no-measure")
+    ranks = {name: layout["ranks"] for name, layout in found["layouts"].items()}
+    assert [rank["halo_rows"] for rank in ranks["contiguous"]] == [0, 1023, 1023, 1023]
+    assert [rank["halo_rows"] for rank in ranks["zigzag"]] == [1023, 2046, 2046, 1023]
+    assert ranks["contiguous"][0]["sent_forward"] == 1023 * 2 * 2 * 64 * 4
+    assert found["advice"]["layout"] == "contiguous"
+    page = run("--pattern", "window 1023", "--tokens", "64k", "--no-measure")
+    assert "halo rows received" in page
+    assert "reaches at most 1,024 of 65,536 tokens; branches of 1,024 rows cross ranks." in page
+    assert "halo" not in run("--tokens", "64k", "--no-measure")
+
+
+def test_a_sum_of_patterns_with_counts_like_32k(tmp_path: Path) -> None:
+    pattern = "Window 511 right 1k dilation 2 + 4k x4, 64k x64 blocked"
+    found = run_json("--pattern", pattern, "--tokens", "256k", "--no-measure", "--draw", str(tmp_path))
+    assert found["pattern"] == "window 511 right 1024 dilation 2 + 4096x4,65536x64 blocked"
+    plan = rs.plan(
+        rs.Window(511, 1024, 2) + rs.Dilated((4096, 65536), (4, 64), "blocked"), 2**18, ring_size=4, causal=True
+    )
+    zigzag = found["layouts"]["zigzag"]["ranks"]
+    assert [rank["sent_forward"] for rank in zigzag] == [plan.bytes_sent(rank) for rank in range(4)]
+    assert [rank["halo_rows"] for rank in zigzag] == [510, 1020, 1020, 510], "only rows of the window"
+    assert len(found["pictures"]) == 10
+
+
 @pytest.mark.parametrize("options", [(), ("--no-causal", "--routing", "direct", "--batch", "2", "--dtype", "bfloat16")])
 def test_numbers_are_those_of_the_plan(options: tuple[str, ...]) -> None:
     found = run_json("--no-measure", "--kv-heads", "2", "--tokens", "32k", *options)

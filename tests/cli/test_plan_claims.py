@@ -34,7 +34,7 @@ def test_the_default_pattern_spans_the_sequence_and_uses_the_ring() -> None:
     assert found["pattern"].endswith(",1048576x512")
     for layout in found["layouts"].values():
         assert sum(rank["sent_forward"] for rank in layout["ranks"]) > 0
-        assert layout["reach"]["longest_segment"] == 2**20
+        assert layout["reach"]["longest"] == 2**20
         assert layout["reach"]["crossing"][-1] == 2**20
     page = run("--tokens", "1M", "--ranks", "8", "--no-measure")
     assert "A token reaches all 1,048,576 tokens" in page
@@ -42,7 +42,7 @@ def test_the_default_pattern_spans_the_sequence_and_uses_the_ring() -> None:
 
 def test_output_says_when_no_segment_crosses_ranks() -> None:
     page = run(*BORDERED)
-    assert "No segment crosses ranks, so nothing is sent" in page
+    assert "No branch crosses ranks, so nothing is sent" in page
     assert "a token reaches at most 32,768 of 1,048,576 tokens" in page
     found = run_json(*BORDERED)
     assert [layout["reach"]["crossing"] for layout in found["layouts"].values()] == [[], []]

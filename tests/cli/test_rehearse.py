@@ -10,7 +10,7 @@ from tests.ranks import starts_processes
 
 pytestmark = starts_processes
 
-SMALL = ["--tokens", "64k", "--heads", "2", "--dim", "16", "--threads", "1"]
+SMALL = ["--tokens", "64k", "--heads", "2", "--head-dim", "16", "--threads", "1"]
 
 
 def run(*arguments: str, status: int = 0) -> str:

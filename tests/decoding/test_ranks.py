@@ -14,7 +14,7 @@ import ringspan as rs
 from ringspan.decoding import Sampler
 from ringspan.models import Decoder, LongNet, LongNetConfig
 from ringspan.oracle import dense_attention
-from tests.exactness import inputs
+from tests.exactness import inputs, random_sinks
 from tests.ranks import on_ranks
 
 
@@ -23,8 +23,14 @@ def close(x: Tensor, y: Tensor) -> None:
 
 
 def _random_pattern() -> rs.Pattern:
-    if random.random() < 0.15:
+    kind = random.random()
+    if kind < 0.1:
         return rs.Full()
+    if kind < 0.4:
+        left, right, dilation = [0, 1, 4, 9, 16, 30, 200], [0, 3], [1, 1, 2, 3, 5]
+        return rs.Window(*(random.choice(numbers) for numbers in (left, right, dilation)))
+    if kind < 0.6:
+        return _random_pattern() + _random_pattern()
     branches = random.randint(1, 3)
     return rs.Dilated(
         tuple(random.randint(1, 40) for _ in range(branches)),
@@ -34,30 +40,57 @@ def _random_pattern() -> rs.Pattern:
     )
 
 
-@on_ranks(2, 3)
+@on_ranks(2, 3, 4)
 def test_prefill_over_the_ring_then_steps() -> None:
     """Random patterns, layouts and lengths; gathered and sharded caches; single steps and blocks after the prompt."""
-    for case in range(24):
+    for case in range(40):
         ring = rs.Ring(layout=["contiguous", "zigzag"][case % 2])  # type: ignore[arg-type]
         sharded = case % 4 >= 2
         pattern, kv_heads, group = _random_pattern(), random.randint(1, 4), random.randint(1, 2)
         batch, n, more = random.randint(1, 2), random.choice([1, 2, 7, 31, 50, 77]), 25
         q, k, v = (x.detach() for x in inputs(batch, n + more, kv_heads, group, 4))
-        wanted, wanted_lse = dense_attention(q, k, v, pattern=pattern, causal=True)
+        shape = random.choice([None, q.shape[2:3], q.shape[:3]])
+        sinks = None if shape is None else random_sinks(tuple(shape)).detach()
+        cap: dict[str, Any] = dict(softcap=random.choice([None, None, 0.7, 30.0]))
+        wanted, wanted_lse = dense_attention(q, k, v, pattern=pattern, causal=True, sinks=sinks, **cap)
         cache = rs.Cache(
             pattern, batch=batch, kv_heads=kv_heads, head_dim=4, dtype=q.dtype, ring=ring if sharded else None
         )
         mine = [ring.split_sequence(x[:, :n]) for x in (q, k, v)]
-        out = rs.attention_prefill(*mine, cache, ring=ring, seq_len=random.choice([n, None]))
+        own = ring.split_sequence(sinks[:, :n]) if sinks is not None and sinks.dim() == 3 else sinks
+        seq_len = random.choice([n, None])
+        out, lse = rs.attention_prefill(*mine, cache, ring=ring, seq_len=seq_len, sinks=own, return_lse=True, **cap)
         close(out, ring.split_sequence(wanted[:, :n]))
+        close(lse, ring.split_sequence(wanted_lse[:, :, :n], dim=2))
+        _check_shares(cache)
         at = n
         for rows in (1, 1, 1, 7, 1, 1, 13):
             block = [x[:, at : at + rows] for x in (q, k, v)]
-            out, lse = rs.attention_step(*block, cache, return_lse=True)
+            now = sinks[:, at : at + rows] if sinks is not None and sinks.dim() == 3 else sinks
+            out, lse = rs.attention_step(*block, cache, return_lse=True, sinks=now, **cap)
             close(out, wanted[:, at : at + rows])
             close(lse, wanted_lse[:, :, at : at + rows])
             at += rows
-        _check_shares(cache)
+            _check_shares(cache)
+
+
+@on_ranks(2, 3, 4)
+def test_a_sharded_cache_that_is_filled_by_steps() -> None:
+    """Random patterns, in random blocks from the first token on."""
+    ring = rs.Ring()
+    for _ in range(30):
+        pattern, kv_heads, batch = _random_pattern(), random.randint(1, 3), random.randint(1, 2)
+        sizes = random.choices([1, 1, 1, 2, 5, 17], k=12)
+        q, k, v = (x.detach() for x in inputs(batch, sum(sizes), kv_heads, 2, 4))
+        wanted, wanted_lse = dense_attention(q, k, v, pattern=pattern, causal=True)
+        cache = rs.Cache(pattern, batch=batch, kv_heads=kv_heads, head_dim=4, dtype=q.dtype, ring=ring)
+        at = 0
+        for rows in sizes:
+            out, lse = rs.attention_step(*(x[:, at : at + rows] for x in (q, k, v)), cache, return_lse=True)
+            close(out, wanted[:, at : at + rows])
+            close(lse, wanted_lse[:, :, at : at + rows])
+            at += rows
+            _check_shares(cache)
 
 
 def _check_shares(cache: rs.Cache) -> None:
@@ -71,7 +104,7 @@ def _check_shares(cache: rs.Cache) -> None:
     dist.all_gather(everybody, held)
     total = torch.stack(everybody).sum(0)
     assert cache.bound is None or total.max() <= cache.bound
-    if cache.bound is None:
+    if cache.pattern == rs.Full():
         assert set(total.tolist()) == set(cache.lengths[:1])
 
 
@@ -80,7 +113,7 @@ def test_prompts_of_different_lengths() -> None:
     for sharded in (False, True):
         for lengths in ((5, 40, 0, 17), (33,), (1, 1)):
             ring = rs.Ring()
-            pattern = rs.Dilated((8, 24, 64), (1, 3, 4), shift=5)
+            pattern = rs.Dilated((8, 24, 64), (1, 3, 4), shift=5) + rs.Window(12) + rs.Window(20, dilation=4)
             texts = [[x.detach() for x in inputs(1, length + 9, 3, 2, 4)] for length in lengths]
             wanted = [dense_attention(*text, pattern=pattern, causal=True)[0] for text in texts]
             packed = [torch.cat([t[i][:, :n] for t, n in zip(texts, lengths, strict=True)], 1) for i in range(3)]
@@ -105,14 +138,27 @@ def test_prompts_of_different_lengths() -> None:
 @on_ranks(2, 3)
 def test_a_sharded_cache_is_spread_evenly_after_whole_segments() -> None:
     ring = rs.Ring()
-    pattern = rs.Dilated((48, 192), (1, 4))
+    pattern = rs.Dilated((48, 192), (1, 4)) + rs.Window(63)
     cache = rs.Cache(pattern, kv_heads=1, head_dim=4, ring=ring)
     x = torch.randn(1, 400, 1, 4)
     most = 0
     for p in range(400):
         rs.attention_step(x[:, [p]], x[:, [p]], x[:, [p]], cache)
         most = max(most, cache.rows_held(0, 0))
-    assert most == 2 * -(-48 // ring.size)  # both branches are full at the end of a long segment
+    # Both branches of segments are full at the end of a long segment, and the window after 64 tokens.
+    assert most <= 2 * -(-48 // ring.size) + -(-64 // ring.size)
+    assert most >= 2 * (48 // ring.size) + 64 // ring.size
+
+
+@on_ranks(2, 3)
+def test_the_window_of_a_prompt_is_spread_evenly() -> None:
+    """Also if one rank held all of it."""
+    ring = rs.Ring(layout="contiguous")
+    cache = rs.Cache(rs.Window(19), kv_heads=1, head_dim=4, ring=ring)
+    x = ring.split_sequence(torch.randn(1, 120, 1, 4))
+    rs.attention_prefill(x, x, x, cache, ring=ring)
+    assert cache.rows_held(0, 0) in (20 // ring.size, -(-20 // ring.size))
+    assert cache.nbytes == 2 * -(-20 // ring.size) * 4 * 4
 
 
 @on_ranks(2, 3)
@@ -190,6 +236,10 @@ def test_different_prompts_raise_before_anything_is_sent() -> None:
         prefill(rs.Dilated((8, 32), (1, 2)) if other_rank else pattern)
     with pytest.raises(rs.RingError, match=r"ranks disagree on lengths: \(11, 29\) on rank 0; \(10, 30\) on rank"):
         prefill(pattern, batch=2, lengths=(10, 30) if other_rank else (11, 29))
+    with pytest.raises(rs.RingError, match=r"ranks disagree on softcap: 2.0 on rank 0; None on rank"):
+        prefill(pattern, softcap=None if other_rank else 2.0)
+    with pytest.raises(rs.RingError, match=r"ranks disagree on sinks: none on rank 0; \[0.0, 0.0\] on rank"):
+        prefill(pattern, sinks=torch.zeros(2) if other_rank else None)
     with pytest.raises(rs.RingError, match=r"ranks disagree on scale: 2.0 on rank 0; 1.0 on rank"):
         prefill(pattern, scale=1.0 if other_rank else 2.0)
     with pytest.raises(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,10 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import ringspan as rs
+from ringspan import kernels
 from ringspan.decoding.cache import BranchRows
+from ringspan.geometry import WindowBranch
 from ringspan.oracle import dense_attention
-from tests.exactness import inputs
-from tests.strategies import dilated, examples, held_heads, patterns, scales
+from tests.exactness import inputs, random_sinks
+from tests.strategies import examples, held_heads, patterns, scales, sinks, softcaps
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*selects row")
 
@@ -31,16 +34,22 @@ def close(found: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
 
-def in_blocks(tensors: list[Tensor], cache: rs.Cache, sizes: list[int], **options: object) -> tuple[Tensor, Tensor]:
+def in_blocks(
+    tensors: list[Tensor], cache: rs.Cache, sizes: list[int], sinks: Tensor | None = None, **options: object
+) -> tuple[Tensor, Tensor]:
+    """Decode in blocks of these sizes. Checks after each that no KV head holds more than the bound."""
     parts = zip(*(x.split(sizes, dim=1) for x in tensors), strict=True)
-    outs, lses = zip(
-        *(rs.attention_step(*part, cache, return_lse=True, **options) for part in parts),  # type: ignore[call-overload]
-        strict=True,
-    )
+    per_row = sinks.split(sizes, dim=1) if sinks is not None and sinks.dim() == 3 else [sinks] * len(sizes)
+    outs, lses = [], []
+    for part, logits in zip(parts, per_row, strict=True):
+        out, lse = rs.attention_step(*part, cache, return_lse=True, sinks=logits, **options)  # type: ignore[call-overload]
+        outs.append(out)
+        lses.append(lse)
+        assert cache.bound is None or all(cache.rows_held(0, head) <= cache.bound for head in range(cache.kv_heads))
     return torch.cat(outs, 1), torch.cat(lses, 2)
 
 
-@examples(60)
+@examples(100)
 @given(st.data())
 def test_any_blocks_equal_the_oracle(data: st.DataObject) -> None:
     batch, kv_heads, group = (data.draw(st.integers(1, 3)) for _ in range(3))
@@ -50,32 +59,110 @@ def test_any_blocks_equal_the_oracle(data: st.DataObject) -> None:
         tensors = inputs(batch, sum(sizes), kv_heads, group, 4)
         cache = cache_for(pattern, tensors[1])
         kernel = data.draw(st.sampled_from([None, "reference"]))
-        scale = data.draw(scales())
-        out, lse = in_blocks(tensors, cache, sizes, kernel=kernel, scale=scale)
-        wanted, wanted_lse = dense_attention(*tensors, pattern=pattern, causal=True, scale=scale)
+        scores = dict(scale=data.draw(scales()), softcap=data.draw(softcaps()), sinks=data.draw(sinks(tensors[0])))
+        out, lse = in_blocks(tensors, cache, sizes, kernel=kernel, **scores)  # type: ignore[arg-type]
+        wanted, wanted_lse = dense_attention(*tensors, pattern=pattern, causal=True, **scores)  # type: ignore[arg-type]
     close(out, wanted)
     close(lse, wanted_lse)
     assert cache.lengths == (sum(sizes),) * batch
 
 
+@pytest.mark.parametrize("blocks", [[1] * 60, [7] * 8 + [4], [1, 30, 1, 1, 27], [59, 1]], ids=len)
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        rs.Window(0),
+        rs.Window(0, right=3),
+        rs.Window(1),
+        rs.Window(12, right=12),
+        rs.Window(58),
+        rs.Window(59),
+        rs.Window(10**9),
+        rs.Window(2**62),
+        rs.Window(6, dilation=7),
+        rs.Window(7, dilation=7),
+        rs.Window(10, dilation=3),
+        rs.Window(40, dilation=13),
+        rs.Window(9) + rs.Window(9),
+        rs.Window(3) + rs.Window(24, dilation=6) + rs.Dilated((16,), (3,), shift=5),
+        rs.Window(5) + rs.Full(),
+    ],
+    ids=lambda pattern: pattern.text,
+)
+def test_windows_of_odd_sizes(pattern: rs.Pattern, blocks: list[int]) -> None:
+    with torch.no_grad():
+        tensors = inputs(2, 60, 2, 2, 4)
+        out, lse = in_blocks(tensors, cache_for(pattern, tensors[1]), blocks)
+        wanted, wanted_lse = dense_attention(*tensors, pattern=pattern, causal=True)
+    close(out, wanted)
+    close(lse, wanted_lse)
+
+
 @examples(40)
 @given(st.data())
-def test_rows_held_are_those_of_the_current_segments(data: st.DataObject) -> None:
+def test_rows_held_are_those_of_the_current_segments_and_windows(data: st.DataObject) -> None:
     kv_heads = data.draw(st.integers(1, 4))
-    pattern = data.draw(dilated())
+    pattern = data.draw(patterns())
     _, k, _ = (x.detach() for x in inputs(1, 40, kv_heads, 1, 2))
     cache = cache_for(pattern, k)
     for p in range(40):
         rs.attention_step(k[:, [p]], k[:, [p]], k[:, [p]], cache)
         for head in range(kv_heads):
             held = 0
-            for branch in pattern.branches(40):
-                offset = pattern.offsets(branch.rate, kv_heads)[head]
+            for branch in pattern.branches(10**9, kv_heads):
+                if isinstance(branch, WindowBranch):
+                    held += min(p, branch.left) + 1
+                    continue
                 segment = (p + branch.shift) // branch.segment_length
                 same = [t for t in range(p + 1) if (t + branch.shift) // branch.segment_length == segment]
-                held += sum(branch.sees(t, t, offset) for t in same)
+                held += sum(branch.sees(t, t, head) for t in same)
             assert cache.rows_held(0, head) == held
-            assert held <= cache.bound  # type: ignore[operator]
+            assert cache.bound is None or held <= cache.bound
+
+
+@pytest.mark.parametrize(
+    ("pattern", "bound"),
+    [
+        (rs.Window(100), 101),
+        (rs.Window(101, dilation=5), 101),
+        (rs.Window(0), 1),
+        (rs.Window(30) + rs.Dilated((16, 64), (1, 4)), 31 + 16 + 16),
+    ],
+    ids=str,
+)
+def test_a_window_is_kept_in_a_ring_buffer(pattern: rs.Pattern, bound: int) -> None:
+    """Once full, the buffers stay where they are, and hold the bound and no more."""
+    q, k, v = torch.randn(3, 1, 1, 2, 4).unbind()
+    cache = cache_for(pattern, k)
+    assert cache.bound == bound
+    for _ in range(128):
+        rs.attention_step(q, k, v, cache)
+    addresses = [branch.rows.data_ptr() for branch in cache.branches]
+    for block in (1, 1, 1, 90, 1, 1):
+        rs.attention_step(*(x.expand(1, block, 2, 4) for x in (q, k, v)), cache)
+    assert [branch.rows.data_ptr() for branch in cache.branches] == addresses
+    assert cache.nbytes == 2 * 2 * bound * 4 * 4  # keys and values, heads, rows, dim, bytes
+
+
+def test_one_token_over_a_window_is_one_kernel_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two, where the ring buffer of a dilated window wraps."""
+    calls: list[int] = []
+    kernel = kernels.get("reference")
+
+    def counted(*operands: Any) -> tuple[Tensor, Tensor]:
+        calls.append(operands[1].shape[2])
+        return forward(*operands)
+
+    forward = kernel.compute_forward
+    monkeypatch.setattr(kernels, "_KERNELS", {"reference": replace(kernel, compute_forward=counted)})
+    x = torch.randn(1, 1, 2, 4)
+    for pattern, seen in ((rs.Window(15), [16]), (rs.Window(15, dilation=3), [2, 4])):
+        cache = cache_for(pattern, x)
+        for _ in range(21):
+            rs.attention_step(x, x, x, cache, kernel="reference")
+        calls.clear()
+        rs.attention_step(x, x, x, cache, kernel="reference")
+        assert sorted(calls) == seen
 
 
 def test_the_bound_is_reached_and_never_passed_and_memory_stays() -> None:
@@ -102,6 +189,7 @@ def test_full_grows_and_says_so() -> None:
     assert cache.bound is None
     assert "keeps every row" in repr(cache)
     assert "at most 12 rows" in repr(cache_for(rs.Dilated((8, 32), (1, 8)), k))
+    assert cache_for(rs.Full() + rs.Window(3), k).bound is None
 
 
 @examples(40)
@@ -113,14 +201,21 @@ def test_prompts_of_different_lengths_packed_then_steps_side_by_side(data: st.Da
     steps = data.draw(st.integers(1, 12))
     with torch.no_grad():
         texts = [inputs(1, length + steps, kv_heads, group, 4) for length in lengths]
-        wanted = [dense_attention(*text, pattern=pattern, causal=True)[0] for text in texts]
+        scores: dict[str, Any] = dict(softcap=data.draw(softcaps()))
+        logits = [random_sinks(tuple(text[0].shape[:3])) for text in texts]
+        wanted = [
+            dense_attention(*text, pattern=pattern, causal=True, sinks=sink, **scores)[0]
+            for text, sink in zip(texts, logits, strict=True)
+        ]
         cache = cache_for(pattern, texts[0][1], batch=len(lengths))
         packed = [torch.cat([t[i][:, :n] for t, n in zip(texts, lengths, strict=True)], 1) for i in range(3)]
-        out = rs.attention_step(*packed, cache, lengths=tuple(lengths))
+        sink = torch.cat([x[:, :n] for x, n in zip(logits, lengths, strict=True)], 1)
+        out = rs.attention_step(*packed, cache, lengths=tuple(lengths), sinks=sink, **scores)
         close(out, torch.cat([w[:, :n] for w, n in zip(wanted, lengths, strict=True)], 1))
         for step in range(steps):
             rows = [torch.cat([t[i][:, [n + step]] for t, n in zip(texts, lengths, strict=True)]) for i in range(3)]
-            out = rs.attention_step(*rows, cache)
+            sink = torch.cat([x[:, [n + step]] for x, n in zip(logits, lengths, strict=True)])
+            out = rs.attention_step(*rows, cache, sinks=sink, **scores)
             close(out, torch.cat([w[:, [n + step]] for w, n in zip(wanted, lengths, strict=True)]))
     assert cache.lengths == tuple(n + steps for n in lengths)
 
@@ -260,6 +355,11 @@ class TestBadInput:
             (dict(lengths=(1,)), "1 lengths and a batch of 2: packed rows need a batch of 1"),
             (dict(q=torch.zeros(2, 1, 2, 4, requires_grad=True)), "requires gradients"),
             (dict(scale=float("nan")), "scale=nan: must be finite"),
+            (dict(softcap=0), "softcap=0: must be positive"),
+            (dict(softcap=30.0, kernel="cpu_flash"), "kernel 'cpu_flash': softcap=30.0: this kernel cannot cap scores"),
+            (dict(sinks=torch.zeros(3)), r"sinks has shape \(3,\)"),
+            (dict(sinks=torch.zeros(1, 1, 2)), r"sinks has shape \(1, 1, 2\)"),
+            (dict(sinks=torch.zeros(2, requires_grad=True)), "sinks requires gradients"),
         ],
     )
     def test_steps(self, change: dict[str, Any], reason: str) -> None:

@@ -17,7 +17,7 @@ from ringspan.draw import (
     pairs_by_hop,
     scaled_down,
 )
-from ringspan.draw.pattern import cell_borders
+from ringspan.draw.pattern import cell_borders, pattern_title
 from ringspan.oracle import multiplicity
 
 
@@ -57,7 +57,16 @@ def test_a_large_schedule_is_drawn_without_words() -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize(
-    "pattern", [rs.Full(), rs.Dilated((6, 16, 48), (1, 2, 4)), rs.Dilated((7, 30), (1, 3), shift=2)]
+    "pattern",
+    [
+        rs.Full(),
+        rs.Dilated((6, 16, 48), (1, 2, 4)),
+        rs.Dilated((7, 30), (1, 3), shift=2),
+        rs.Window(5),
+        rs.Window(20, right=3),
+        rs.Window(12, right=9, dilation=3),
+        rs.Window(4) + rs.Dilated((16, 50), (2, 5)),
+    ],
 )
 def test_every_pair_is_drawn_for_the_rank_that_computes_it(pattern: rs.Pattern, layout: str, causal: bool) -> None:
     plan = rs.plan(pattern, 50, ring_size=3, layout=layout, causal=causal, heads=4, kv_heads=2)  # type: ignore[arg-type]
@@ -134,6 +143,11 @@ def test_a_long_ring_is_scaled_down_to_its_likeness(n: int, size: int, layout: s
         rs.Dilated((6, 16, 300), (1, 2, 4)),
         rs.Dilated((7, 90), (3, 5), shift=50),
         rs.Dilated.spanning(301, 16),
+        rs.Window(0),
+        rs.Window(3),
+        rs.Window(40, right=500),
+        rs.Window(77, right=20, dilation=5),
+        rs.Window(30, right=4, dilation=2) + rs.Dilated((7, 90), (3, 5)) + rs.Full(),
     ],
 )
 @pytest.mark.parametrize("n", [5, 128, 301])
@@ -142,6 +156,42 @@ def test_a_cell_has_the_pairs_of_the_definition(pattern: rs.Pattern, n: int, cau
     borders = cell_borders(n)
     wanted = np.add.reduceat(np.add.reduceat(count, borders[:-1], axis=0), borders[:-1], axis=1)
     assert (pairs_by_cell(pattern, n, 3, causal=causal) == wanted).all()
+
+
+def test_a_window_over_a_billion_tokens_is_counted_by_arithmetic() -> None:
+    n, left = 2**30, 2**25 + 1
+    counts = pairs_by_cell(rs.Window(left, right=7), n, 2, causal=True)
+    assert counts.sum() == 2 * (n * (left + 1) - left * (left + 1) // 2)
+    side = n // 128
+    assert counts[64, 64] == 2 * side * (side + 1) // 2
+    assert counts[64, 62] == 2 * side * side
+    assert counts[64, 60] == 2 * (side * (side + 1) // 2 + side - 1), "a triangle, and part of a diagonal"
+    assert counts[64, 59] == 2, "only the first query of the cell sees the last key of that cell"
+    assert counts[64, 58] == counts[64, 65] == 0
+
+
+@pytest.mark.parametrize(
+    ("pattern", "title"),
+    [
+        (rs.Window(511), "Window 511, n = 4,096"),
+        (rs.Window(64, 32, 4) + rs.Full(), "Window 64 right 32 dilation 4 + full attention, n = 4,096"),
+        (rs.Dilated((8, 64), (1, 4)) + rs.Window(3), "Segment x rate: 8x1, 64x4 + window 3, n = 4,096"),
+    ],
+)
+def test_titles_name_every_term(pattern: rs.Pattern, title: str) -> None:
+    assert pattern_title(pattern, 4096, causal=False) == title
+
+
+def test_windows_are_scaled_down_with_their_shards() -> None:
+    pattern = rs.Window(4096, right=1024, dilation=64) + rs.Dilated((32768,), (16,))
+    small, note = scaled_down(rs.plan(pattern, 131072, ring_size=4, causal=True))
+    assert small.pattern.text == "window 2 right 1 + 16x2"
+    assert note == f"Scaled down: 64 tokens for 131,072; pattern {small.pattern.text} for {pattern.text}"
+    wide, _ = scaled_down(rs.plan(rs.Window(65536, dilation=64), 131072, ring_size=4, causal=True))
+    assert wide.pattern == rs.Window(32, dilation=4)
+    narrow, note = scaled_down(rs.plan(rs.Window(1023), 10**9, ring_size=10_000, causal=True))
+    assert narrow.pattern == rs.Window(1), "a window keeps at least one row"
+    assert "4 ranks for 10,000" in note
 
 
 def test_a_million_tokens_are_drawn_at_their_length(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringspan.geometry import Branch, Comb, Documents, Lane, group_heads, segment_runs
+from ringspan.geometry import Comb, Documents, Lane, SegmentBranch, group_heads, segment_runs
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), min_size=1, max_size=12), st.integers(1, 3))
@@ -24,14 +24,15 @@ def test_grouping_keeps_every_row_of_every_head(heads: list[tuple[int, int]], se
 def test_pieces_cover_a_stretch_and_lanes_select_its_rows(
     start: int, rows: int, width: int, shift: int, rate: int
 ) -> None:
-    found = list(segment_runs(start, start + rows, Branch(width, rate, shift % width)))
+    branch = SegmentBranch(width, rate, shift % width, tuple(range(rate)))
+    found = list(segment_runs(start, start + rows, branch))
     assert len(found) <= 3
     covered = []
     for piece in found:
         assert piece.phase == (piece.start + shift) % width
         assert piece.segments == 1 or (piece.rows, piece.phase) == (width, 0)
         covered += range(piece.start, piece.start + piece.rows * piece.segments)
-        for offset, lane in enumerate(piece.lanes(rate, range(rate))):
+        for offset, lane in enumerate(piece.lanes(branch)):
             inside = range(piece.start, piece.start + piece.rows)
             selected = [p for p in inside if (p + shift) % width % rate == offset]
             assert [lane.start + i * lane.step for i in range(lane.rows)] == selected

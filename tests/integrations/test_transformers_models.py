@@ -1,6 +1,6 @@
 """Model types of Transformers: ringspan's `Full()` equals eager attention, or refuses and says why.
 
-A sample; `python -m benchmarks transformers_models` has all types, and writes docs/transformers_models.md.
+A sample; `python -m benchmarks transformers_models --long` has all types, and writes docs/transformers_models.md.
 """
 
 from __future__ import annotations

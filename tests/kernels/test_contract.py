@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from ringspan import kernels
-from ringspan.kernels import cpu, cuda, reference
+from ringspan.kernels import ScoreOptions, cpu, cuda, reference
 
 
 def tile(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -12,19 +12,19 @@ def tile(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 @pytest.mark.parametrize("kernel", [cpu.FLASH, reference.KERNEL], ids=lambda k: k.name)
 def test_what_the_operator_would_get_wrong_in_silence_is_refused(kernel: kernels.Kernel) -> None:
     good = tile(1, 2, 8, 4)
-    for q, k, v, causal, words in [
-        (good[:, :, :0], good, good, False, "empty"),
-        (good, good[:, :, :0], good[:, :, :0], False, "empty"),
-        (good, good[:, :1], good[:, :1], False, "tiles must match"),
-        (good, good, good[:, :, :4], False, "tiles must match"),
-        (good, good[:, :, :4], good[:, :, :4], True, "causal tile is square"),
-        (tile(1, 2, 4, 8).mT, good, good, False, "the last must be 1"),
-        (good.int(), good.int(), good.int(), False, "dtype=torch.int32"),
+    for q, k, v, mask, words in [
+        (good[:, :, :0], good, good, "full", "empty"),
+        (good, good[:, :, :0], good[:, :, :0], "full", "empty"),
+        (good, good[:, :1], good[:, :1], "full", "tiles must match"),
+        (good, good, good[:, :, :4], "full", "tiles must match"),
+        (good, good[:, :, :4], good[:, :, :4], "causal", "causal tile is square"),
+        (tile(1, 2, 4, 8).mT, good, good, "full", "the last must be 1"),
+        (good.int(), good.int(), good.int(), "full", "dtype=torch.int32"),
     ]:
         with pytest.raises(ValueError, match=words):
-            kernel.forward(q, k, v, causal, 1.0)
+            kernel.forward(q, k, v, mask, ScoreOptions(1.0))
         with pytest.raises(ValueError, match=words):
-            kernel.backward(q, q, k, v, q, q[..., 0], causal, 1.0, (True, True, True))
+            kernel.backward(q, q, k, v, q, q[..., 0], mask, ScoreOptions(1.0), (True, True, True))
 
 
 def test_contracts_name_value_and_rule() -> None:

@@ -8,12 +8,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ringspan.engine import run_backward, run_forward
-from ringspan.geometry import Dilated, Documents
-from ringspan.kernels import Kernel, cuda
+from ringspan.geometry import Dilated, Documents, Mask, Window
+from ringspan.kernels import Kernel, ScoreOptions, cuda
 from ringspan.layout import Layout
 from ringspan.planning import plan_rank
 from ringspan.ring.simulated import ALONE
 
+SCORES = ScoreOptions(0.125)
 KERNELS = [cuda.FLASH, cuda.EFFICIENT, cuda.CUDNN]
 CASES = [(kernel, dtype) for kernel in KERNELS for dtype in kernel.contract.dtypes]
 
@@ -24,19 +25,19 @@ def ident(case: object) -> str:
 
 @pytest.mark.parametrize(("kernel", "dtype"), CASES, ids=ident)
 @pytest.mark.parametrize("rows", [32, 37])
-@pytest.mark.parametrize("causal", [False, True])
-def test_forward_and_backward(kernel: Kernel, dtype: torch.dtype, rows: int, causal: bool) -> None:
+@pytest.mark.parametrize("mask", ["full", "causal", "anticausal"])
+def test_forward_and_backward(kernel: Kernel, dtype: torch.dtype, rows: int, mask: Mask) -> None:
     with FakeTensorMode():
         whole = torch.empty(2, 100, 3, 64, dtype=dtype, device="cuda")
         comb = whole.as_strided((2, 3, rows, 64), (100 * 192, 64 + 192, 2 * 192, 1))
         q, k, v = comb, comb, comb
-        out, lse = kernel.forward(q, k, v, causal, 0.125)
+        out, lse = kernel.forward(q, k, v, mask, SCORES)
         assert out.shape == q.shape
         assert out.dtype == dtype
         assert (lse.shape, lse.dtype) == ((2, 3, rows), torch.float32)
         # The engine's lse is a strided view of (batch, heads, seq).
         lse = torch.empty(2, 3, 4 * rows, device="cuda").as_strided((2, 3, rows), (12 * rows, 4 * rows, 4))
-        grads = kernel.backward(out, q, k, v, out, lse, causal, 0.125, (True, True, True))
+        grads = kernel.backward(out, q, k, v, out, lse, mask, SCORES, (True, True, True))
         for grad, x in zip(grads, (q, k, v), strict=True):
             assert grad is not None
             assert (grad.shape, grad.dtype, grad.device.type) == (x.shape, dtype, "cuda")
@@ -47,8 +48,8 @@ def test_rectangles(kernel: Kernel, dtype: torch.dtype) -> None:
     with FakeTensorMode():
         q = torch.empty(1, 2, 16, 64, dtype=dtype, device="cuda")
         k = torch.empty(1, 2, 48, 64, dtype=dtype, device="cuda")
-        out, lse = kernel.forward(q, k, k, False, 0.125)
-        dq, dk, dv = kernel.backward(out, q, k, k, out, lse, False, 0.125, (True, True, True))
+        out, lse = kernel.forward(q, k, k, "full", SCORES)
+        dq, dk, dv = kernel.backward(out, q, k, k, out, lse, "full", SCORES, (True, True, True))
         assert [x.shape for x in (dq, dk, dv) if x is not None] == [q.shape, k.shape, k.shape]
 
 
@@ -72,7 +73,7 @@ def test_contracts_refuse_what_fakes_accept(kernel: Kernel, make, words: str) ->
     with FakeTensorMode():
         x = make()
         with pytest.raises(ValueError, match=words):
-            kernel.forward(x, x, x, False, 1.0)
+            kernel.forward(x, x, x, "full", SCORES)
 
 
 @pytest.mark.parametrize(
@@ -117,17 +118,17 @@ def test_private_operators_are_still_what_we_think(name: str, arguments: str) ->
 @pytest.mark.parametrize(("kernel", "dtype"), CASES, ids=ident)
 @pytest.mark.parametrize("kv_heads", [1, 4])
 def test_the_engine_calls_it_within_its_contract(kernel: Kernel, dtype: torch.dtype, kv_heads: int) -> None:
-    """The whole call over fake CUDA tensors: GQA, dilation, odd lengths, lse gradients."""
-    pattern, layout = Dilated((64, 200), (1, 3), shift=5), Layout("contiguous", 377, 1)
+    """The whole call over fake CUDA tensors: GQA, dilation, windows, odd lengths, lse gradients."""
+    pattern, layout = Dilated((64, 200), (1, 3), shift=5) + Window(40), Layout("contiguous", 377, 1)
     plan = plan_rank(pattern, Documents((300, 77)), layout, 0, kv_heads, True)
     ((_, transport, _),) = ALONE.shard(layout, [])
     with FakeTensorMode():
         q = torch.empty(2, 377, 4, 64, dtype=dtype, device="cuda")
         k = torch.empty(2, 377, kv_heads, 64, dtype=dtype, device="cuda")
-        out, lse = run_forward(plan, transport, q, k, k, scale=0.125, kernel=kernel)
+        out, lse = run_forward(plan, transport, q, k, k, scores=SCORES, kernel=kernel)
         assert (out.shape, out.dtype, lse.shape) == (q.shape, lse.dtype, (2, 4, 377))
         out = out.to(dtype)
         dq, dk, dv = run_backward(
-            plan, transport, out, lse, q, k, k, out, lse, scale=0.125, kernel=kernel, needs=(True, True, True)
+            plan, transport, out, lse, q, k, k, out, lse, scores=SCORES, kernel=kernel, needs=(True, True, True)
         )
         assert [(x.shape, x.dtype) for x in (dq, dk, dv) if x is not None] == [(x.shape, lse.dtype) for x in (q, k, k)]

@@ -5,11 +5,13 @@ import torch
 from torch import Tensor
 
 from ringspan import kernels
-from ringspan.kernels import Kernel
+from ringspan.geometry import Mask
+from ringspan.kernels import Kernel, ScoreOptions
 
 RUNNABLE = [
     status.kernel for status in kernels.available() if status.usable and status.kernel.contract.device != "cuda"
 ]
+MASKS: tuple[Mask, ...] = ("full", "causal", "anticausal")
 SHAPES = [(1, 1, 1, 1, 1), (2, 3, 37, 37, 8), (1, 2, 64, 64, 64), (3, 1, 5, 130, 3), (2, 2, 130, 7, 16)]
 
 
@@ -18,41 +20,47 @@ def operands(shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(x, y, n, dim, dtype=torch.float64).to(dtype) for n in (rows, keys, keys, rows)]
 
 
-def by_autograd(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool, scale: float) -> list[Tensor]:
+def by_autograd(
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, mask: Mask, scale: float, softcap: float = 0.0
+) -> list[Tensor]:
     q, k, v = (x.double().requires_grad_() for x in (q, k, v))
     scores = q @ k.mT * scale
-    if causal:
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask == "causal":
         scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
+    if mask == "anticausal":
+        scores = scores.masked_fill(torch.ones_like(scores).tril(-1).bool(), -torch.inf)
     out = scores.softmax(-1) @ v
     return [out, scores.logsumexp(-1), *torch.autograd.grad(out, (q, k, v), grad.double())]
 
 
 @pytest.mark.parametrize("kernel", RUNNABLE, ids=lambda k: k.name)
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_exact_in_fp64(kernel: Kernel, shape: tuple[int, ...], causal: bool) -> None:
-    if causal and shape[2] != shape[3]:
+def test_exact_in_fp64(kernel: Kernel, shape: tuple[int, ...], mask: Mask) -> None:
+    if mask != "full" and shape[2] != shape[3]:
         shape = (*shape[:3], shape[2], shape[4])
     q, k, v, grad = operands(shape, torch.float64)
-    out, lse = kernel.forward(q, k, v, causal, 0.3)
-    shares = kernel.backward(grad, q, k, v, out, lse, causal, 0.3, (True, True, True))
-    for found, wanted in zip((out, lse, *shares), by_autograd(q, k, v, grad, causal, 0.3), strict=True):
+    out, lse = kernel.forward(q, k, v, mask, ScoreOptions(0.3))
+    shares = kernel.backward(grad, q, k, v, out, lse, mask, ScoreOptions(0.3), (True, True, True))
+    for found, wanted in zip((out, lse, *shares), by_autograd(q, k, v, grad, mask, 0.3), strict=True):
         assert found is not None
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("kernel", RUNNABLE, ids=lambda k: k.name)
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("scale", [-0.5, -0.0, 0.0, 1e-50, -1e-320])
-def test_scales_that_are_not_positive(kernel: Kernel, scale: float, causal: bool) -> None:
+def test_scales_that_are_not_positive(kernel: Kernel, scale: float, mask: Mask) -> None:
     """PyTorch's CPU operator multiplies the -inf of its causal mask by the scale."""
     q, k, v, grad = operands((2, 3, 64, 64, 8), torch.float64)
-    wanted = by_autograd(q, k, v, grad, causal, scale)
+    wanted = by_autograd(q, k, v, grad, mask, scale)
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         tolerance = 1e-12 if dtype == torch.float64 else 16 * torch.finfo(dtype).eps
         low = [x.to(dtype) for x in (q, k, v, grad)]
-        out, lse = kernel.forward(*low[:3], causal, scale)
-        shares = kernel.backward(low[3], *low[:3], out, lse, causal, scale, (True, True, True))
+        out, lse = kernel.forward(*low[:3], mask, ScoreOptions(scale))
+        shares = kernel.backward(low[3], *low[:3], out, lse, mask, ScoreOptions(scale), (True, True, True))
         for found, right in zip((out, lse, *shares), wanted, strict=True):
             assert found is not None
             torch.testing.assert_close(found.double(), right, rtol=tolerance, atol=tolerance)
@@ -63,26 +71,46 @@ def test_scales_that_are_not_positive(kernel: Kernel, scale: float, causal: bool
 @pytest.mark.parametrize("keys", [1, 2, 4, 7, 8, 9, 15, 16, 33, 65, 513])
 def test_nan_is_visible_in_every_row_that_sees_it(kernel: Kernel, dtype: torch.dtype, keys: int) -> None:
     """PyTorch's CPU operator takes a row of NaN scores for a masked row where keys do not fill a vector register."""
-    for causal in (False, True):
+    for mask in MASKS:
         for i, name in enumerate("qkv"):
             for place in {0, keys // 2, keys - 1}:
                 tensors = operands((2, 2, keys, keys, 8), dtype)[:3]
                 tensors[i][1, 1, place, 3] = torch.nan
-                out, lse = kernel.forward(*tensors, causal, 0.3)
+                out, lse = kernel.forward(*tensors, mask, ScoreOptions(0.3))
                 rows = torch.arange(keys)
-                sees = rows == place if name == "q" else rows >= place if causal else rows >= 0
-                assert out[1, 1][sees].isnan().any(-1).all(), (causal, name, place)
-                assert name == "v" or torch.equal(lse[1, 1].isnan(), sees), (causal, name, place)
+                sees = (
+                    rows == place
+                    if name == "q"
+                    else rows >= place
+                    if mask == "causal"
+                    else rows <= place
+                    if mask == "anticausal"
+                    else rows >= 0
+                )
+                assert out[1, 1][sees].isnan().any(-1).all(), (mask, name, place)
+                assert name == "v" or torch.equal(lse[1, 1].isnan(), sees), (mask, name, place)
                 assert out[0].isfinite().all()
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("softcap", [0.5, 30.0])
+def test_soft_caps_are_exact_in_the_reference_kernel(mask: Mask, softcap: float) -> None:
+    kernel, scores = kernels.get("reference"), ScoreOptions(0.9, softcap)
+    q, k, v, grad = operands((2, 3, 37, 37, 8), torch.float64)
+    out, lse = kernel.forward(q, k, v, mask, scores)
+    shares = kernel.backward(grad, q, k, v, out, lse, mask, scores, (True, True, True))
+    for found, wanted in zip((out, lse, *shares), by_autograd(q, k, v, grad, mask, 0.9, softcap), strict=True):
+        assert found is not None
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("kernel", RUNNABLE, ids=lambda k: k.name)
 def test_shares_of_split_keys_add_up(kernel: Kernel) -> None:
     """With the global out and lse, the backward of each part is that part's exact share."""
     q, k, v, grad = operands((2, 2, 20, 50, 8), torch.float64)
-    out, lse, dq, dk, dv = by_autograd(q, k, v, grad, False, 0.3)
+    out, lse, dq, dk, dv = by_autograd(q, k, v, grad, "full", 0.3)
     parts = [
-        kernel.backward(grad, q, k[:, :, a:b], v[:, :, a:b], out, lse, False, 0.3, (True, True, True))
+        kernel.backward(grad, q, k[:, :, a:b], v[:, :, a:b], out, lse, "full", ScoreOptions(0.3), (True, True, True))
         for a, b in ((0, 13), (13, 50))
     ]
     torch.testing.assert_close(sum(part[0] for part in parts), dq, rtol=0, atol=1e-12)
@@ -96,17 +124,17 @@ def test_strided_views_give_the_same_bits_on_the_cpu(dtype: torch.dtype) -> None
     wide = torch.randn(1, 200, 4, 3, 16).to(dtype)  # (batch, rows, heads, q or k or v, dim)
     comb = [wide.as_strided((2, 4, 40, 16), (100 * 192, 48 + 192, 2 * 192, 1), 16 * i) for i in range(3)]
     dense = [x.contiguous() for x in comb]
-    for causal in (False, True):
-        out, lse = kernel.forward(*comb, causal, 0.25)
-        out2, lse2 = kernel.forward(*dense, causal, 0.25)
+    for mask in MASKS:
+        out, lse = kernel.forward(*comb, mask, ScoreOptions(0.25))
+        out2, lse2 = kernel.forward(*dense, mask, ScoreOptions(0.25))
         assert lse.dtype == kernels.accumulation_dtype(dtype)
         assert torch.equal(out, out2)
         assert torch.equal(lse, lse2)
         # Expanded gradients and lse that is not dense are what autograd and the engine really pass.
         grad = torch.ones(16, dtype=dtype).expand(2, 4, 40, 16)
         spread = torch.stack([lse, lse], -1)[..., 0]
-        shares = kernel.backward(grad, *comb, out, spread, causal, 0.25, (True, True, True))
-        shares2 = kernel.backward(grad.contiguous(), *dense, out, lse, causal, 0.25, (True, True, True))
+        shares = kernel.backward(grad, *comb, out, spread, mask, ScoreOptions(0.25), (True, True, True))
+        shares2 = kernel.backward(grad.contiguous(), *dense, out, lse, mask, ScoreOptions(0.25), (True, True, True))
         for share, share2 in zip(shares, shares2, strict=True):
             assert share is not None
             assert share2 is not None
@@ -117,9 +145,9 @@ def test_strided_views_give_the_same_bits_on_the_cpu(dtype: torch.dtype) -> None
 def test_keys_expanded_over_a_group_of_queries(kernel: Kernel) -> None:
     q, k, v, grad = operands((3, 4, 30, 30, 8), torch.float64)
     k, v = (x[:, :1].expand(-1, 4, -1, -1) for x in (k, v))
-    wanted = by_autograd(q, k, v, grad, True, 0.3)
-    out, lse = kernel.forward(q, k, v, True, 0.3)
-    shares = kernel.backward(grad, q, k, v, out, lse, True, 0.3, (True, True, True))
+    wanted = by_autograd(q, k, v, grad, "causal", 0.3)
+    out, lse = kernel.forward(q, k, v, "causal", ScoreOptions(0.3))
+    shares = kernel.backward(grad, q, k, v, out, lse, "causal", ScoreOptions(0.3), (True, True, True))
     for found, right in zip((out, lse, *shares), wanted, strict=True):
         assert found is not None
         torch.testing.assert_close(found, right, rtol=0, atol=1e-12)
@@ -128,7 +156,7 @@ def test_keys_expanded_over_a_group_of_queries(kernel: Kernel) -> None:
 def test_reference_leaves_out_what_nobody_needs() -> None:
     kernel = kernels.get("reference")
     q, k, v, grad = operands((1, 1, 4, 4, 2), torch.float64)
-    out, lse = kernel.forward(q, k, v, False, 1.0)
+    out, lse = kernel.forward(q, k, v, "full", ScoreOptions(1.0))
     for needs in ((True, False, False), (False, True, False), (False, False, True)):
-        shares = kernel.backward(grad, q, k, v, out, lse, False, 1.0, needs)
+        shares = kernel.backward(grad, q, k, v, out, lse, "full", ScoreOptions(1.0), needs)
         assert tuple(share is not None for share in shares) == needs

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import ringspan as rs
 from ringspan.order import parse_order
 from ringspan.order.curves import all_cells
-from ringspan.order.grid import near_square
+from ringspan.order.orders import near_square
 
 GRIDS = [rs.Hilbert, rs.RowMajor, rs.Snake, rs.Morton]
 points = torch.rand(50, 3, generator=torch.Generator().manual_seed(0))

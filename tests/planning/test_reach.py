@@ -5,7 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ringspan as rs
+from ringspan.geometry import WindowBranch
 from ringspan.layout import LayoutName
+from tests.strategies import windows
 
 
 @st.composite
@@ -14,7 +16,9 @@ def rings(draw: st.DrawFn) -> tuple[rs.Pattern, tuple[int, ...], int, LayoutName
     branches = draw(st.lists(st.tuples(whole, st.integers(1, 20)), min_size=1, max_size=3))
     lengths, rates = zip(*branches, strict=True)
     offsets = draw(st.sampled_from(["interleaved", "blocked"]))
-    pattern = draw(st.sampled_from([rs.Full(), rs.Dilated(lengths, rates, offsets, draw(st.integers(0, 70)))]))
+    dilated = rs.Dilated(lengths, rates, offsets, draw(st.integers(0, 70)))
+    window = draw(windows())
+    pattern = draw(st.sampled_from([rs.Full(), dilated, window, window + dilated]))
     documents = tuple(draw(st.lists(st.integers(0, 60), min_size=1, max_size=3)))
     layout = draw(st.sampled_from(["contiguous", "zigzag"]))
     return pattern, documents, draw(st.integers(1, 7)), layout, draw(st.integers(1, 4)), draw(st.booleans())
@@ -30,9 +34,13 @@ def test_a_branch_crosses_ranks_exactly_if_it_sends(
         pattern, rows, ring_size=size, layout=layout, causal=causal, lengths=lengths, heads=kv_heads, kv_heads=kv_heads
     )
     sent = {m.parcel.branch for rank in range(size) for hop in plan.rank(rank).hops for m in hop.sends}
-    segments = [min(branch.segment_length, max(lengths)) for branch in pattern.branches(max(lengths))]
-    assert set(plan.reach.crossing) == {segments[branch] for branch in sent}
-    assert plan.reach.longest_segment == max(segments)
+    branches = [
+        branch.up_to_own_row() if causal and isinstance(branch, WindowBranch) else branch
+        for branch in pattern.branches(max(lengths))
+    ]
+    reaches = [min(branch.reach, max(lengths)) for branch in branches]
+    assert plan.reach.crossing == tuple(reaches[branch] for branch in sorted(sent))
+    assert plan.reach.longest == max(reaches)
 
 
 @pytest.mark.parametrize("n", [1, 2047, 2048, 2049, 5000, 32768, 2**20, 10**9])
@@ -51,4 +59,4 @@ def test_ten_thousand_ranks_are_looked_through_in_a_moment() -> None:
     n = 10**9
     plan = rs.plan(rs.Dilated((2000, 100_000), (1, 50)), n, ring_size=10_000, layout="contiguous", causal=True)
     assert not plan.reach.crossing
-    assert "No segment crosses ranks" in str(plan.reach)
+    assert "No branch crosses ranks" in str(plan.reach)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import ringspan as rs
 from ringspan.oracle import dense_attention
-from tests.exactness import inputs, loss_weights, weighted_loss
+from tests.exactness import inputs, loss_weights, random_sinks, weighted_loss
 from tests.ranks import on_ranks
 
 ROUTINGS: list[rs.Routing] = ["relay", "direct", rs.ByNode(1), rs.ByNode(2), rs.ByNode(3)]
@@ -28,13 +28,15 @@ def close(x: Tensor, y: Tensor) -> None:
 def check_case(ring: rs.Ring, tensors: list[Tensor], options: dict, seq_len: int | None = None) -> None:  # type: ignore[type-arg]
     """Output, lse and gradients of my rows against the oracle's; bytes against the plan's."""
     q, k, v = tensors
-    n = q.shape[1]
+    n, sinks = q.shape[1], options.get("sinks")
     right, right_lse = dense_attention(q, k, v, **options)
     weights = loss_weights(right, right_lse)
+    tensors = tensors if sinks is None else [*tensors, sinks]
     wanted = torch.autograd.grad(weighted_loss(right, right_lse, weights), tensors)
-    mine = [ring.split_sequence(x.detach()).requires_grad_() for x in tensors]
+    mine = [(ring.split_sequence(x.detach()) if x.dim() > 1 else x.detach()).requires_grad_() for x in tensors]
     ring.reset_counters()
-    out, lse = rs.attention(*mine, return_lse=True, ring=ring, seq_len=seq_len, **options)
+    given = options if sinks is None else {**options, "sinks": mine[3]}
+    out, lse = rs.attention(*mine[:3], return_lse=True, ring=ring, seq_len=seq_len, **given)
     close(out, ring.split_sequence(right))
     close(lse, ring.split_sequence(right_lse, dim=2))
     plan = rs.plan(
@@ -55,31 +57,47 @@ def check_case(ring: rs.Ring, tensors: list[Tensor], options: dict, seq_len: int
     assert ring.counters.bytes_received == plan.bytes_received(ring.rank)
     ring.reset_counters()
     local = (ring.split_sequence(weights[0]), ring.split_sequence(weights[1], dim=2))
-    for found, grad in zip(torch.autograd.grad(weighted_loss(out, lse, local), mine), wanted, strict=True):
-        close(found, ring.split_sequence(grad))
+    found = list(torch.autograd.grad(weighted_loss(out, lse, local), mine))
+    for x, grad in zip(found[:3], wanted[:3], strict=True):
+        close(x, ring.split_sequence(grad))
     assert ring.counters.bytes_sent == plan.bytes_sent(ring.rank, backward=True)
     assert ring.counters.live_parcel_bytes == 0
+    if sinks is not None and sinks.dim() == 1:  # as every parameter that all ranks hold
+        dist.all_reduce(found[3])
+        close(found[3], wanted[3])
+    elif sinks is not None:
+        close(found[3], ring.split_sequence(wanted[3]))
+
+
+def _random_pattern() -> rs.Pattern:
+    kind, branches = random.random(), random.randint(1, 3)
+    if kind < 0.1:
+        return rs.Full()
+    if kind < 0.4:
+        return rs.Window(random.randint(0, 45), random.choice([0, 0, 3, 20]), random.choice([1, 1, 2, 5]))
+    dilated = rs.Dilated(
+        [random.randint(1, 40) for _ in range(branches)],
+        [random.randint(1, 5) for _ in range(branches)],
+        random.choice(["interleaved", "blocked"]),
+        random.choice([0, 0, 3, 17]),
+    )
+    return dilated if kind < 0.8 else dilated + rs.Window(random.randint(0, 30))
 
 
 @on_ranks(2, 3, 4)
 def test_random_cases_equal_the_oracle() -> None:
     rings = [rs.Ring(layout=layout, routing=routing) for layout in ("contiguous", "zigzag") for routing in ROUTINGS]  # type: ignore[arg-type]
-    for case in range(40):  # four per ring
-        branches = random.randint(1, 3)
-        pattern: rs.Pattern = rs.Full()
-        if random.random() < 0.85:
-            pattern = rs.Dilated(
-                [random.randint(1, 40) for _ in range(branches)],
-                [random.randint(1, 5) for _ in range(branches)],
-                random.choice(["interleaved", "blocked"]),
-                random.choice([0, 0, 3, 17]),
-            )
+    for case in range(50):  # five per ring
+        pattern = _random_pattern()
         n = random.choice([1, 2, 7, 31, 32, 50, 64, 77])
         cuts = sorted(random.randint(0, n) for _ in range(random.choice([0, 0, 1, 3])))
         sizes = tuple(b - a for a, b in zip([0, *cuts], [*cuts, n], strict=True))
         kv_heads, group = random.randint(1, 4), random.randint(1, 2)
         options = dict(pattern=pattern, causal=random.random() < 0.5, lengths=sizes)
         tensors = inputs(random.randint(1, 2), n, kv_heads, group, 4)
+        if case % 3 == 0:
+            shape = random.choice([tensors[0].shape[2:3], tensors[0].shape[:3]])
+            options |= dict(sinks=random_sinks(tuple(shape)), softcap=random.choice([None, 2.0]))
         check_case(rings[case % len(rings)], tensors, options, n if random.random() < 0.5 else None)
 
 

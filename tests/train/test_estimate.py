@@ -76,4 +76,4 @@ def test_the_reach_is_of_the_layer_that_sends_most() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_preset_patterns_span_their_sequences(name: str) -> None:
-    assert reach_of(PRESETS[name].settings, 1).longest_segment == PRESETS[name].settings.tokens
+    assert reach_of(PRESETS[name].settings, 1).longest == PRESETS[name].settings.tokens

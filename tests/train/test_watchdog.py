@@ -18,11 +18,13 @@ import pytest
 
 from ringspan.runtime.settings import RunError
 from ringspan.train.config import TrainSettings
-from ringspan.train.lock import LOCK, STALE_SECONDS, RunLock
 from ringspan.train.metrics import RunMetrics, StepMetrics
 from ringspan.train.prometheus import serve
 from ringspan.train.watchdog import (
+    LOCK,
+    STALE_SECONDS,
     Heartbeat,
+    RunLock,
     Straggler,
     find_slowest_rank,
     find_stragglers,
@@ -37,7 +39,7 @@ pytestmark = starts_processes
 HOLDER = """
 import sys, time
 from pathlib import Path
-from ringspan.train.lock import RunLock
+from ringspan.train.watchdog import RunLock
 lock = RunLock(Path(sys.argv[1]))
 lock.acquire()
 print("held", flush=True)
@@ -57,7 +59,7 @@ def holder(folder: Path) -> subprocess.Popen[str]:
 
 
 def test_only_one_run_uses_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ringspan.train.lock.WAIT_SECONDS", 1.0)
+    monkeypatch.setattr("ringspan.train.watchdog.WAIT_SECONDS", 1.0)
     with holder(tmp_path) as process:
         with pytest.raises(RunError, match=f"process {process.pid} on .*--out"):
             RunLock(tmp_path).acquire()
@@ -70,7 +72,7 @@ def test_only_one_run_uses_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_lock_of_another_machine_holds_while_it_is_refreshed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / LOCK).write_text(json.dumps(dict(token="theirs", pid=1, host="elsewhere", started="then")))
-    monkeypatch.setattr("ringspan.train.lock.STALE_SECONDS", 1.5)
+    monkeypatch.setattr("ringspan.train.watchdog.STALE_SECONDS", 1.5)
     start = time.monotonic()
     lock = RunLock(tmp_path)
     lock.acquire()  # it is not refreshed

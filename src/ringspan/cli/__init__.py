@@ -5,7 +5,7 @@ import signal
 import sys
 from types import FrameType
 
-from ringspan.runtime.extras import missing_package
+from ringspan.runtime.settings import missing_package
 
 
 def main() -> None:

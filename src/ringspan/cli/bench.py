@@ -16,13 +16,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
-from ringspan.cli.console import make_console
 from ringspan.cli.options import (
     PATTERN_HELP,
     SPANNING,
     AsJson,
-    Dim,
+    HeadDim,
     Heads,
+    make_console,
     read_as,
     read_bytes,
     read_counts,
@@ -47,7 +47,19 @@ from ringspan.tools.pages import print_page, rich_table, write_page
 _SHARE_OF_FREE_MEMORY = 0.8
 _STUDY = "hilbert"
 _NOT_FOR_STUDIES = (
-    *("tokens", "ranks", "pattern", "causal", "layout", "dtype", "heads", "dim", "forward_only", "peers", "rounds"),
+    *(
+        "tokens",
+        "ranks",
+        "pattern",
+        "causal",
+        "layout",
+        "dtype",
+        "heads",
+        "head_dim",
+        "forward_only",
+        "peers",
+        "rounds",
+    ),
     *("time_limit", "memory", "fresh", "repeat_disturbed", "dry_run"),
 )
 
@@ -75,7 +87,7 @@ def bench(
     layout: Annotated[str, typer.Option(help="contiguous, zigzag, or best: the faster one for each case.")] = "best",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
     heads: Heads = 8,
-    dim: Dim = 64,
+    head_dim: HeadDim = 64,
     forward_only: Annotated[bool, typer.Option("--forward-only", help="Skip the backward pass.")] = False,
     peers: Annotated[
         bool,
@@ -124,6 +136,8 @@ def bench(
 
     `ringspan bench --pattern full --ranks 1,2,4 --peers`
 
+    `ringspan bench --pattern "window 1023" --pattern full`
+
     `ringspan bench --tokens 512k --rounds 1 --time-limit 900`
 
     `ringspan bench hilbert --quick`
@@ -147,7 +161,7 @@ def bench(
         layout=read_as("--layout", read_layout, layout),
         dtype=read_as("--dtype", read_dtype, dtype),
         heads=heads,
-        dim=dim,
+        head_dim=head_dim,
         backward=not forward_only,
     )
     if peers and not any(isinstance(case.pattern, Full) for case in cases):

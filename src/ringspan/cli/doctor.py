@@ -9,8 +9,7 @@ from typing import Any
 
 import typer
 
-from ringspan.cli.console import make_console
-from ringspan.cli.options import AsJson
+from ringspan.cli.options import AsJson, make_console
 from ringspan.tools.doctor import HealthReport, SelfTest, inspect_machine
 from ringspan.tools.pages import Table, rich_table
 

@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ringspan.cli.console import make_console
-from ringspan.cli.options import AsJson, Step, read_as, read_counts, run_settings, trained_model
+from ringspan.cli.options import AsJson, Step, make_console, read_as, read_counts, run_settings, trained_model
 from ringspan.models import LongNet
 from ringspan.runtime.device import local_device
 from ringspan.runtime.settings import RunError

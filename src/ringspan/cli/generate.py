@@ -16,8 +16,7 @@ import torch.distributed as dist
 import typer
 
 import ringspan as rs
-from ringspan.cli.console import make_console
-from ringspan.cli.options import AsJson, Step, read_as, read_count, trained_model
+from ringspan.cli.options import AsJson, Step, make_console, read_as, read_count, trained_model
 from ringspan.decoding import Sampler
 from ringspan.models import Decoder, LongNet
 from ringspan.runtime.device import local_device

@@ -1,4 +1,4 @@
-"""Options that several commands share, and how their values are parsed. Does not import torch."""
+"""What commands share: options, how their values are parsed, and the console. Does not import torch."""
 
 from __future__ import annotations
 
@@ -24,18 +24,21 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 SPANNING: Final = "spanning"
-PATTERN_HELP = "spanning (2048x1,8192x4,.. up to --tokens), full, or SEGMENTxRATE pairs."
+PATTERN_TERMS_HELP = "full, SEGMENTxRATE pairs, 'window N', or a sum: 'window 511 + 4096x4,65536x64'."
+PATTERN_HELP = f"spanning (2048x1,8192x4,.. up to --tokens), {PATTERN_TERMS_HELP}"
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def read_pattern(text: str) -> Pattern:
-    """``full``, or segment lengths and rates such as ``2048x1,8192x4``.
+    """``full``, segment lengths and rates such as ``2048x1,8192x4``, ``window 1023``, or a sum of these.
 
     >>> read_pattern("2048x1,8k x4").segment_lengths
     (2048, 8192)
+    >>> read_pattern("window 1k right 2 + full").text
+    'window 1024 right 2 + full'
     """
     try:
-        return parse_pattern(text, read_count)
+        return parse_pattern(text, _read_count_or_zero)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
 
@@ -49,7 +52,7 @@ def read_pattern_at(tokens: int) -> Callable[[str], Pattern]:
     return lambda text: Dilated.spanning(tokens) if text.strip().lower() == SPANNING else read_pattern(text)
 
 
-def read_count(text: str) -> int:
+def read_count(text: str, least: int = 1) -> int:
     """A whole number, also written as 32k (x 1024), 4M, 1G or 1e9.
 
     >>> read_count("32k"), read_count("1e9"), read_count("131_072")
@@ -62,9 +65,13 @@ def read_count(text: str) -> int:
         whole = int(value)
     except (OverflowError, ValueError):
         raise typer.BadParameter(f"{text!r}: must be a whole number, such as 131072, 128k or 1e9") from None
-    if value != whole or whole < 1:
-        raise typer.BadParameter(f"{text!r}: must be a whole number of at least 1")
+    if value != whole or whole < least:
+        raise typer.BadParameter(f"{text!r}: must be a whole number of at least {least}")
     return whole
+
+
+def _read_count_or_zero(text: str) -> int:
+    return read_count(text, least=0)
 
 
 def read_counts(text: str) -> list[int]:
@@ -91,6 +98,16 @@ def read_as(option: str, reader: Callable[[str], Value], text: str) -> Value:
         raise typer.BadParameter(error.message, param_hint=option) from error
 
 
+def make_console(*, stderr: bool = False, quiet: bool = False) -> Console:
+    """A console that prints text unchanged.
+
+    Paths, error messages and pip commands contain brackets, which rich would otherwise parse as markup and remove.
+    """
+    from rich.console import Console  # noqa: PLC0415
+
+    return Console(stderr=stderr, quiet=quiet, markup=False, highlight=False)
+
+
 def warn_of_unselected(console: Console, pattern: Pattern, tokens: int, kv_heads: int) -> str:
     """Print the warning that `rs.attention` would give, and return it."""
     warning = unselected_warning(pattern, tokens, kv_heads)
@@ -111,7 +128,7 @@ def writing_to(option: str, place: Path) -> Iterator[None]:
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print only the result, as JSON, to stdout.")]
 Heads = Annotated[int, typer.Option(help="Query heads.", min=1)]
-Dim = Annotated[int, typer.Option(help="Head dimension.", min=1)]
+HeadDim = Annotated[int, typer.Option(help="Head dimension.", min=1)]
 
 
 def flags_of(shown: Any, source: str, topic: str = "") -> list[inspect.Parameter]:

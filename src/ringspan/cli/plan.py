@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, cast, get_args
 
 import typer
 
-from ringspan.cli.console import make_console
 from ringspan.cli.options import (
     PATTERN_HELP,
     SPANNING,
     AsJson,
-    Dim,
+    HeadDim,
     Heads,
+    make_console,
     read_as,
     read_count,
     read_pattern_at,
@@ -26,11 +26,10 @@ from ringspan.geometry import Dilated
 from ringspan.layout import LayoutName, check_layout_name
 from ringspan.planning import RingPlan, Routing
 from ringspan.planning.breakeven import LONGEST, BreakEven, advise_layout, break_even, speedup
-from ringspan.runtime.extras import missing_package
+from ringspan.runtime.settings import missing_package
 from ringspan.tools import plan_report
 from ringspan.tools.pages import Table, rich_table
-from ringspan.tools.plan_report import layout_costs, make_plans
-from ringspan.tools.rates import KnownRates, find_rates
+from ringspan.tools.plan_report import KnownRates, find_rates, layout_costs, make_plans
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,7 +51,7 @@ def plan(
     ] = "relay",
     heads: Heads = 8,
     kv_heads: Annotated[int | None, typer.Option(help="KV heads.", min=1, show_default="same as heads")] = None,
-    dim: Dim = 64,
+    head_dim: HeadDim = 64,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
     batch: Annotated[int, typer.Option(help="Batch size.", min=1)] = 1,
     flops: Annotated[float | None, typer.Option(help="FLOP/s of a device.", show_default="measured")] = None,
@@ -85,6 +84,8 @@ def plan(
 
     `ringspan plan --pattern full --ranks 16 --dtype bfloat16 --flops 4e14 --bandwidth 25e9`
 
+    `ringspan plan --pattern "window 511 + 4096x4,65536x64" --tokens 1M --no-measure`
+
     `ringspan plan --tokens 1e9 --ranks 10000 --rank 17 --no-measure`
 
     `ringspan plan --ranks 4 --draw pictures`
@@ -103,7 +104,7 @@ def plan(
             batch=batch,
             heads=heads,
             kv_heads=kv_heads or heads,
-            dim=dim,
+            head_dim=head_dim,
             dtype=dtype,
         )
     except ValueError as error:
@@ -121,7 +122,7 @@ def plan(
         costs = {name: layout_costs(ring, rank) for name, ring in plans.items()}
         if measure:
             status.update("measuring the compute and transfer rates of this machine ...")
-        known = _rates(flops, bandwidth, latency, dtype, dim, measure)
+        known = _rates(flops, bandwidth, latency, dtype, head_dim, measure)
         compare = len(plans) > 1 and ring_size > 1 and (measure or rank is None)  # --rank plans that rank only
         advice = advise_layout(plans, known.rates) if compare else None
         answers = {}
@@ -175,10 +176,10 @@ def _layouts(name: str) -> tuple[LayoutName, ...]:
 
 
 def _rates(
-    flops: float | None, bandwidth: float | None, latency: float | None, dtype: str, dim: int, measure: bool
+    flops: float | None, bandwidth: float | None, latency: float | None, dtype: str, head_dim: int, measure: bool
 ) -> KnownRates:
     try:
-        return find_rates(flops, bandwidth, latency, dtype=dtype, dim=dim, measure=measure)
+        return find_rates(flops, bandwidth, latency, dtype=dtype, head_dim=head_dim, measure=measure)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     except (RuntimeError, TimeoutError) as error:  # no gloo, no second process, no memory

@@ -11,13 +11,13 @@ import psutil
 import torch
 import typer
 
-from ringspan.cli.console import make_console
 from ringspan.cli.options import (
     PATTERN_HELP,
     SPANNING,
     AsJson,
-    Dim,
+    HeadDim,
     Heads,
+    make_console,
     read_as,
     read_count,
     read_dtype,
@@ -43,7 +43,7 @@ def rehearse(
     routing: Annotated[str, typer.Option(help="relay, direct, or nodes (needs --ranks-per-node).")] = "relay",
     heads: Heads = 8,
     kv_heads: Annotated[int | None, typer.Option(help="KV heads.", min=1, show_default="same as heads")] = None,
-    dim: Dim = 64,
+    head_dim: HeadDim = 64,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
     backward: Annotated[bool, typer.Option(help="Run backward, too.")] = False,
     bandwidth: Annotated[float, typer.Option(help="Bytes/s of a rank, in each direction.", show_default="25e9")] = 25e9,
@@ -66,7 +66,9 @@ def rehearse(
 
     `ringspan rehearse --tokens 1e9 --ranks 1024 --rank 17`
 
-    `ringspan rehearse --tokens 16M --ranks 64 --backward --heads 2 --dim 32`
+    `ringspan rehearse --tokens 16M --ranks 64 --backward --heads 2 --head-dim 32`
+
+    `ringspan rehearse --tokens 1e9 --ranks 1024 --pattern "window 4095"`
 
     `ringspan rehearse --ranks 16 --ranks-per-node 8 --routing nodes --bandwidth 450e9 --bandwidth-across 50e9`
     """
@@ -85,7 +87,7 @@ def rehearse(
             routing=_routing(routing, ranks_per_node),
             heads=heads,
             kv_heads=kv_heads or heads,
-            dim=dim,
+            head_dim=head_dim,
             dtype=dtype,
         )
     except ValueError as error:

@@ -18,8 +18,18 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ringspan.cli.console import make_console
-from ringspan.cli.options import AsJson, Dim, Heads, read_as, read_count, read_dtype, read_pattern, writing_to
+from ringspan.cli.options import (
+    PATTERN_TERMS_HELP,
+    AsJson,
+    HeadDim,
+    Heads,
+    make_console,
+    read_as,
+    read_count,
+    read_dtype,
+    read_pattern,
+    writing_to,
+)
 from ringspan.streaming import ShardDone
 from ringspan.tools.demonstration import Demonstration, DemonstrationSettings, demonstrate, whole_sequence_pattern
 from ringspan.tools.pages import Table, rich_table
@@ -29,12 +39,12 @@ from ringspan.tools.spot_check import SpotCheck, StratumResult
 def stream(
     tokens: Annotated[str, typer.Option("--tokens", "-n", metavar="COUNT", help="Length: 131072, 128k or 1G.")] = "1M",
     pattern: Annotated[
-        str, typer.Option(help="full, or SEGMENTxRATE pairs.", show_default="256 rows of each segment, up to all")
+        str, typer.Option(help=PATTERN_TERMS_HELP, show_default="256 rows of each segment, up to all")
     ] = "",
     causal: Annotated[bool, typer.Option(help="Whether a query attends only to keys up to its own position.")] = True,
     heads: Heads = 2,
     kv_heads: Annotated[int | None, typer.Option(help="KV heads.", min=1, show_default="same as heads")] = None,
-    dim: Dim = 32,
+    head_dim: HeadDim = 32,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
     seed: Annotated[int, typer.Option(help="Seed of the rows and the samples.")] = 0,
     budget: Annotated[str, typer.Option(metavar="BYTES", help="Memory of the whole process: 2G, 8G.")] = "4G",
@@ -58,8 +68,12 @@ def stream(
     `ringspan stream --tokens 1G --budget 8G --out runs/billion`
 
     `ringspan stream --tokens 64k --pattern full --dtype bfloat16`
+
+    `ringspan stream --pattern "window 255 + 64k x256"`
     """
-    settings = _settings(tokens, pattern, causal, heads, kv_heads or heads, dim, dtype, seed, budget, anywhere, each)
+    settings = _settings(
+        tokens, pattern, causal, heads, kv_heads or heads, head_dim, dtype, seed, budget, anywhere, each
+    )
     progress = make_console(stderr=True)
     try:
         with writing_to("--out", out):
@@ -83,7 +97,7 @@ def _settings(
     causal: bool,
     heads: int,
     kv_heads: int,
-    dim: int,
+    head_dim: int,
     dtype: str,
     seed: int,
     budget: str,
@@ -97,7 +111,7 @@ def _settings(
         causal=causal,
         heads=heads,
         kv_heads=kv_heads,
-        dim=dim,
+        head_dim=head_dim,
         dtype=read_as("--dtype", read_dtype, dtype),
         seed=seed,
         budget_bytes=read_as("--budget", read_count, budget),
@@ -139,8 +153,9 @@ def _print_summary(console: Console, found: Demonstration, out: Path) -> None:
     settings, checked = found.settings, found.spot_check
     lines = [
         f"{settings.tokens:,} tokens, {settings.pattern.text}, "
-        f"{'causal' if settings.causal else 'not causal'}, {settings.heads} heads of {settings.dim}, {settings.dtype}: "
-        f"{found.seconds:,.1f} s in {found.shards} shards, {found.seconds / settings.tokens * 1e6:.3f} µs per token "
+        f"{'causal' if settings.causal else 'not causal'}, {settings.heads} heads of {settings.head_dim}, "
+        f"{settings.dtype}: {found.seconds:,.1f} s in {found.shards} shards, "
+        f"{found.seconds / settings.tokens * 1e6:.3f} µs per token "
         f"({found.steady_seconds_per_token * 1e6:.3f} in the median shard)",
         f"Peak memory of the process: {found.peak_bytes / 2**30:.2f} GiB of {settings.budget_bytes / 2**30:g} GiB"
         + ("." if found.within_budget else ": OVER THE BUDGET."),

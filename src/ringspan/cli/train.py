@@ -14,8 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ringspan.cli.console import make_console
-from ringspan.cli.options import AsJson, flags_of, with_flags
+from ringspan.cli.options import AsJson, flags_of, make_console, with_flags
 from ringspan.models.config import NAMED, LongNetConfig
 from ringspan.train.config import PRESETS, TrainSettings
 from ringspan.train.estimate import estimate_memory, estimate_time, reach_of

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated, cast
 
 import typer
 
-from ringspan.cli.console import make_console
-from ringspan.cli.options import AsJson, read_as, read_count, read_counts, read_dtype, read_pattern
+from ringspan.cli.options import (
+    PATTERN_TERMS_HELP,
+    AsJson,
+    make_console,
+    read_as,
+    read_count,
+    read_counts,
+    read_dtype,
+    read_pattern,
+)
 from ringspan.layout import LayoutName, check_layout_name
 from ringspan.tools.pages import print_page, split_at_markers, write_into, write_page
 from ringspan.tools.verify.check import ByRing
@@ -19,13 +28,14 @@ from ringspan.tools.verify.verify_page import FAIL, PASS, as_json_document, make
 from ringspan.tools.verify.workload import AttentionUnderTest, VerifySettings, default_tokens, settings_for
 
 _MARKER = "ringspan verify"
+_PATTERN = "2048x1,16384x8,65536x32"
 
 
 def verify(
     ranks: Annotated[
         str, typer.Option(help="Ring sizes to verify, separated by commas; 1 is always included.")
     ] = "1,2,4",
-    pattern: Annotated[str, typer.Option(help="full, or SEGMENTxRATE pairs.")] = "2048x1,16384x8,65536x32",
+    pattern: Annotated[str, typer.Option(help=PATTERN_TERMS_HELP, show_default=f"{_PATTERN}, for ringspan only")] = "",
     attention: Annotated[
         str,
         typer.Option(metavar="MODULE:FUNCTION", help="Verify another implementation.", show_default="ringspan"),
@@ -35,7 +45,7 @@ def verify(
         str,
         typer.Option(
             help="Sequence length of the long runs.",
-            show_default="the longest segment, up to 64k; 8k if full",
+            show_default="the longest segment, up to 64k; 64k for windows; less if long; 8k if full",
         ),
     ] = "",
     dtype: Annotated[
@@ -59,6 +69,8 @@ def verify(
     `ringspan verify`
 
     `ringspan verify --ranks 1,2,4,8 --pattern full`
+
+    `ringspan verify --pattern "window 1023"`
 
     `ringspan verify --attention ringspan.tools.peers:ring_attention_pytorch`
 
@@ -114,13 +126,17 @@ def verify(
 
 
 def _implementation(attention: str, pattern: str, layout: str) -> AttentionUnderTest:
+    if attention and pattern:
+        way_out = "the function computes one pattern: set its attribute, function.pattern = 'window 1023' for example"
+        raise typer.BadParameter(f"{pattern!r}: applies to ringspan only; {way_out}", param_hint="--pattern")
     try:
         if attention:
             return AttentionUnderTest.load(attention)
         check_layout_name(layout)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    return AttentionUnderTest(pattern=read_as("--pattern", read_pattern, pattern), layout=cast("LayoutName", layout))
+    wanted = read_as("--pattern", read_pattern, pattern or _PATTERN)
+    return AttentionUnderTest(pattern=wanted, layout=cast("LayoutName", layout))
 
 
 def _settings(implementation: AttentionUnderTest, sizes: list[int], tokens: str, dtype: str) -> VerifySettings:
@@ -130,6 +146,8 @@ def _settings(implementation: AttentionUnderTest, sizes: list[int], tokens: str,
 
 
 def _command(attention: str, pattern: str, layout: str, ranks: str, tokens: str, dtype: str) -> str:
-    what = f"--attention {attention}" if attention else f"--pattern {pattern} --layout {layout}"
+    what = (
+        f"--attention {attention}" if attention else f"--pattern {shlex.quote(pattern or _PATTERN)} --layout {layout}"
+    )
     more = "".join(f" --{name} {value}" for name, value in (("tokens", tokens), ("dtype", dtype)) if value)
     return f"ringspan verify {what} --ranks {ranks}{more}"

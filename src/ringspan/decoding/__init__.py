@@ -1,4 +1,4 @@
-"""Autoregressive decoding with a cache that holds exactly the rows that a later token can still see."""
+"""Autoregressive decoding with a cache that holds the rows that later tokens can still see."""
 
 from ringspan.decoding.cache import Cache
 from ringspan.decoding.prefill import attention_prefill

@@ -1,4 +1,4 @@
-"""`Cache`: for each branch, the rows of the current segment, in buffers that are reused.
+"""`Cache`: for each branch, the rows that later tokens see, in buffers that are reused.
 
 Stores rows only; `ringspan.decoding.step` computes with them.
 """
@@ -14,13 +14,13 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from ringspan.decoding.retention import UNBOUNDED, BranchRetention, RankShare, branch_retentions
-from ringspan.geometry import Documents, Lane, Pattern, as_int, group_heads
+from ringspan.decoding.retention import UNBOUNDED, Copies, RankShare, Retention, branch_retentions
+from ringspan.geometry import Documents, Pattern, as_int
 from ringspan.ring import Ring
 from ringspan.validation import check_pattern, warn_if_unselected
 from ringspan.views import comb_view
 
-_FIRST_ROWS = 64  # initial capacity of a buffer; it doubles up to the bound
+_FIRST_SLOTS = 64  # initial size of a buffer
 
 
 @dataclass
@@ -30,7 +30,7 @@ class SequenceGroup:
     first: int
     sequences: int
     position: int  # of the next token
-    filled: list[list[int]]  # rows held on this rank, by branch and KV head
+    filled: list[list[int]]  # rows of the current segment on this rank, by branch and KV head; see `Retention`
 
     @property
     def stop(self) -> int:
@@ -38,25 +38,22 @@ class SequenceGroup:
 
 
 class BranchRows:
-    """Keys and values of one branch, (2, batch, kv_heads, capacity, head_dim).
+    """Keys and values of one branch, (2, batch, kv_heads, slots, head_dim). Its retention says what is in each slot."""
 
-    The first ``filled`` rows of each head are valid.
-    """
-
-    def __init__(self, retention: BranchRetention, batch: int, head_dim: int, like: Tensor) -> None:
+    def __init__(self, retention: Retention, batch: int, kv_heads: int, head_dim: int, like: Tensor) -> None:
         self.retention = retention
-        self.rows = like.new_empty((2, batch, len(retention.offsets), 0, head_dim))
+        self.rows = like.new_empty((2, batch, kv_heads, 0, head_dim))
 
-    def reserve(self, rows: int) -> None:
-        """Grow the buffer to at least this many rows per head. Capacity doubles, up to the bound."""
-        capacity = self.rows.shape[3]
-        if rows <= capacity:
+    def reserve(self, slots: int) -> None:
+        """Grow the buffer to at least this many slots per head. It doubles, up to the capacity."""
+        present, most = self.rows.shape[3], self.retention.capacity
+        if slots <= present:
             return
-        wanted = max(rows, 2 * capacity, _FIRST_ROWS)
-        wanted = wanted if self.retention.bound is None else max(rows, min(wanted, self.retention.bound))
+        wanted = max(slots, 2 * present, _FIRST_SLOTS)
+        wanted = wanted if most is None else max(slots, min(wanted, most))
         with torch.inference_mode(False):  # so that the buffer can be written in any mode
             larger = self.rows.new_empty((*self.rows.shape[:3], wanted, self.rows.shape[4]))
-            larger[:, :, :, :capacity] = self.rows
+            larger[:, :, :, :present] = self.rows
         self.rows = larger
 
     def clear(self, batch: int) -> None:
@@ -65,28 +62,27 @@ class BranchRows:
             self.rows = self.rows.new_empty((2, batch, self.rows.shape[2], 0, self.rows.shape[4]))
 
     def of_group(self, group: SequenceGroup) -> tuple[Tensor, Tensor]:
-        """Keys and values of a group as (batch, capacity, kv_heads, head_dim)."""
+        """Keys and values of a group as (batch, slots, kv_heads, head_dim)."""
         keys, values = self.rows[:, group.first : group.stop].transpose(2, 3).unbind()
         return keys, values
 
-    def append(self, group: SequenceGroup, filled: list[int], k: Tensor, v: Tensor, lanes: list[Lane]) -> None:
-        """Append rows of ``k`` and ``v`` (batch, rows, kv_heads, head_dim): for each head, those of its lane."""
-        slots = [Lane(held, lane.rows, 1) for held, lane in zip(filled, lanes, strict=True)]
-        self.reserve(max(slot.start + slot.rows for slot in slots))
-        for theirs, ours in group_heads(lanes, slots):
+    def store(self, group: SequenceGroup, k: Tensor, v: Tensor, copies: Copies) -> None:
+        """Copy rows of ``k`` and ``v`` (batch, rows, kv_heads, head_dim) to their slots."""
+        self.reserve(max((slots.start + slots.rows for _, slots in copies), default=0))
+        for rows, slots in copies:
             for source, target in zip((k, v), self.of_group(group), strict=True):
-                comb_view(target, ours).copy_(comb_view(source, theirs))
-        filled[:] = [slot.start + slot.rows for slot in slots]
+                comb_view(target, slots).copy_(comb_view(source, rows))
 
 
 class Cache:
-    """Keys and values for decoding: exactly the rows that a later token can still see.
+    """Keys and values for decoding: the rows that later tokens can still see.
 
-    Under `Dilated` these are at most ``bound`` rows per sequence and KV head, the sum over branches of ceil(w / r),
-    for text of any length. Under `Full` the cache keeps every row and grows with the text; its ``bound`` is None.
+    These are at most ``bound`` rows per sequence and KV head, for text of any length: the sum of ceil(w / r) over the
+    branches of `Dilated`, and of left + 1 over windows. Under `Full` and its sums the cache keeps every row and grows
+    with the text; its ``bound`` is None.
 
     Args:
-        pattern: the pattern of the layer, `Dilated(...)` or `Full()`.
+        pattern: the pattern of the layer: `Full()`, `Window(...)`, `Dilated(...)`, or a sum.
         kv_heads, head_dim: of the keys and values.
         batch: number of sequences. They may be at different positions.
         dtype, device: of the keys and values.
@@ -123,11 +119,11 @@ class Cache:
         if ring is not None and not isinstance(ring, Ring):
             raise TypeError(f"ring is a {type(ring).__name__}: must be a Ring, or None to hold all rows on this device")
         self.pattern, self.kv_heads, self.head_dim, self.ring = pattern, kv_heads, head_dim, ring
-        self.share = RankShare() if ring is None else RankShare(ring.rank, ring.size)
+        share = RankShare() if ring is None else RankShare(ring.rank, ring.size)
         with torch.inference_mode(False):
             like = torch.empty(0, dtype=dtype, device=device)
-            retentions = branch_retentions(pattern, kv_heads)
-            self.branches = tuple(BranchRows(retention, batch, head_dim, like) for retention in retentions)
+            retentions = branch_retentions(pattern, kv_heads, share)
+            self.branches = tuple(BranchRows(retention, batch, kv_heads, head_dim, like) for retention in retentions)
         self.groups: list[SequenceGroup] = []
         self.is_complete = True
         self.reset()
@@ -181,7 +177,7 @@ class Cache:
 
     @property
     def bound(self) -> int | None:
-        """The most rows per sequence and KV head, over all ranks. None under `Full`, which keeps every row."""
+        """The most rows per sequence and KV head, over all ranks. None if the cache keeps every row."""
         bounds = [branch.retention.bound for branch in self.branches]
         return None if None in bounds else sum(bound for bound in bounds if bound is not None)
 
@@ -196,7 +192,8 @@ class Cache:
             if not 0 <= as_int(name, value) < stop:
                 raise ValueError(f"{name}={value}: must be in 0 .. {stop - 1}")
         group = next(g for g in self.groups if g.first <= sequence < g.stop)
-        return sum(filled[head] for filled in group.filled)
+        pairs = zip(self.branches, group.filled, strict=True)
+        return sum(branch.retention.rows_held(group.position, filled)[head] for branch, filled in pairs)
 
     def __repr__(self) -> str:
         kept = "keeps every row" if self.bound is None else f"at most {self.bound:,} rows per head"
@@ -209,10 +206,7 @@ class Cache:
     def append(self, group: SequenceGroup, k: Tensor, v: Tensor) -> None:
         """Append the new rows (batch, rows, kv_heads, head_dim) of a group that later tokens see; advance the group."""
         for branch, filled in zip(self.branches, group.filled, strict=True):
-            same_segment, lanes = branch.retention.rows_to_keep(group.position, k.shape[1], self.share)
-            if not same_segment:
-                filled[:] = [0] * self.kv_heads  # a new segment began: no later token sees the old one
-            branch.append(group, filled, k, v, lanes)
+            branch.store(group, k, v, branch.retention.add_block(group.position, k.shape[1], filled))
         group.position += k.shape[1]
 
     def select(self, sequences: Sequence[int] | Tensor) -> None:

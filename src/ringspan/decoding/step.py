@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Literal, overload
 
 import torch
@@ -12,20 +11,21 @@ from torch import Tensor
 from ringspan.decoding.cache import Cache, SequenceGroup, check_cache, check_sequences
 from ringspan.engine import forward_tile_, with_dense_rows
 from ringspan.execute import Call
-from ringspan.geometry import Documents, Full, Lane, Pattern, group_heads
-from ringspan.kernels import Kernel, accumulation_dtype
-from ringspan.planning import Tile
+from ringspan.geometry import Documents, Pattern
+from ringspan.kernels import Kernel, ScoreOptions, accumulation_dtype
 from ringspan.ring import Counters, Ring, RingError
 from ringspan.ring.simulated import ALONE
-from ringspan.softmax import merge_
+from ringspan.softmax import merge_, merge_sinks_
 from ringspan.validation import (
     Lengths,
     autocast,
     check_operands,
+    check_sinks,
     check_tensors,
     document_lengths,
     kernel_for,
     scale_for,
+    softcap_for,
     without_autocast,
 )
 
@@ -42,6 +42,8 @@ def attention_step(
     lengths: Lengths | None = ...,
     cu_seqlens: Lengths | None = ...,
     scale: float | None = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
     return_lse: Literal[False] = ...,
     kernel: str | None = ...,
 ) -> Tensor: ...
@@ -57,6 +59,8 @@ def attention_step(
     lengths: Lengths | None = ...,
     cu_seqlens: Lengths | None = ...,
     scale: float | None = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
     return_lse: Literal[True],
     kernel: str | None = ...,
 ) -> Result: ...
@@ -71,6 +75,8 @@ def attention_step(
     lengths: Lengths | None = None,
     cu_seqlens: Lengths | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
     kernel: str | None = None,
 ) -> Tensor | Result:
@@ -85,7 +91,9 @@ def attention_step(
         lengths: number of new rows of each sequence, if they differ. q, k and v then have a batch of 1 and hold the
             rows of all sequences one after another. 0 leaves a sequence unchanged.
         cu_seqlens: the same as offsets (0, n1, n1 + n2, ..).
-        scale, return_lse, kernel: as for `attention`.
+        sinks: as for `attention`: (heads,), or (batch, rows, heads) for the new rows. With a sharded cache, the same on
+            all ranks.
+        scale, softcap, return_lse, kernel: as for `attention`.
 
     Returns:
         (batch, rows, heads, head_dim), and the lse (batch, heads, rows) if ``return_lse``. Not differentiable.
@@ -94,19 +102,26 @@ def attention_step(
     q, k, v = autocast(q, k, v)
     check_operands(q, k, v)
     check_cache(cache, k)
+    check_sinks(sinks, q)
     packed = document_lengths(lengths, cu_seqlens, k.shape[1])
     check_sequences(cache, k, packed, k.shape[1])
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        raise ValueError("q, k or v requires gradients, which decoding does not compute: call it under torch.no_grad()")
-    chosen, factor = kernel_for(kernel, q), scale_for(scale, q)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks)):
+        raise ValueError(
+            "q, k, v or sinks requires gradients, which decoding does not compute: call it under torch.no_grad()"
+        )
+    scores = ScoreOptions(scale_for(scale, q), softcap_for(softcap, q))
+    chosen = kernel_for(kernel, q, scores.softcap)
     q, k, v = (with_dense_rows(x) for x in (q, k, v))
     with torch.no_grad(), without_autocast(q.device), cache.updating():
-        out, lse = _step(q, k, v, cache, packed, factor, chosen)
+        out, lse = _step(q, k, v, cache, packed, scores, chosen)
+        if sinks is not None:  # once, after the merge over branches, cached rows and ranks
+            merge_sinks_(out, lse, sinks)
+    out = out.to(q.dtype)
     return (out, lse) if return_lse else out
 
 
 def _step(
-    q: Tensor, k: Tensor, v: Tensor, cache: Cache, lengths: tuple[int, ...] | None, scale: float, kernel: Kernel
+    q: Tensor, k: Tensor, v: Tensor, cache: Cache, lengths: tuple[int, ...] | None, scores: ScoreOptions, kernel: Kernel
 ) -> Result:
     if lengths is None:
         cuts = [(slice(group.first, group.stop), slice(None)) for group in cache.groups]
@@ -114,7 +129,7 @@ def _step(
         cache.split_groups()
         cuts = [(slice(None), slice(first, stop)) for first, stop in Documents(lengths).spans()]
     results = [
-        _attend(q[cut], k[cut], v[cut], cache, group, scale, kernel)
+        _attend(q[cut], k[cut], v[cut], cache, group, scores, kernel)
         for group, cut in zip(cache.groups, cuts, strict=True)
     ]
     if lengths is not None:
@@ -124,7 +139,7 @@ def _step(
         _merge_over_ring(out, lse, cache.ring)
         own, own_lse = _concatenate([own for _, own in results], packed=lengths is not None)
         merge_(out.transpose(1, 2), lse, own.transpose(1, 2), own_lse)
-    return out.to(q.dtype), lse
+    return out, lse
 
 
 def _concatenate(results: list[Result], packed: bool) -> Result:
@@ -135,26 +150,26 @@ def _concatenate(results: list[Result], packed: bool) -> Result:
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, cache: Cache, group: SequenceGroup, scale: float, kernel: Kernel
+    q: Tensor, k: Tensor, v: Tensor, cache: Cache, group: SequenceGroup, scores: ScoreOptions, kernel: Kernel
 ) -> tuple[Result, Result]:
     """Attention of one group over the cached rows on this rank, and over its own new rows. Advances the group.
 
     Without a ring both are the same complete result.
     """
     if q.shape[1] == 1:
-        kept = _one_token(q, k, v, cache, group, scale, kernel)
+        kept = _one_token(q, k, v, cache, group, scores, kernel)
         return kept, kept if cache.ring is None else _empty_result(q)
     kept = own = _empty_result(q)
     if q.shape[1]:
-        own = _attend_block(q, k, v, cache.pattern, group.position, scale, kernel)
+        own = _attend_block(q, k, v, cache.pattern, group.position, scores, kernel)
         kept = own if cache.ring is None else kept
-        _merge_cached_rows_(q, *kept, cache, group, scale, kernel)
+        _merge_cached_rows_(q, *kept, cache, group, scores, kernel)
         cache.append(group, k, v)
     return kept, own
 
 
 def _one_token(
-    q: Tensor, k: Tensor, v: Tensor, cache: Cache, group: SequenceGroup, scale: float, kernel: Kernel
+    q: Tensor, k: Tensor, v: Tensor, cache: Cache, group: SequenceGroup, scores: ScoreOptions, kernel: Kernel
 ) -> Result:
     """One token: append its rows where they are kept, then attend over the cached rows, its own included."""
     batch, _, heads, dim = q.shape
@@ -163,31 +178,23 @@ def _one_token(
     new_rows = (k[:, 0], v[:, 0])
     out = lse = None
     for branch, filled in zip(cache.branches, group.filled, strict=True):
-        phase = branch.retention.phase(group.position)
-        if phase == 0:
-            filled[:] = [0] * cache.kv_heads  # a new segment began: no later token sees the old one
-        selecting = branch.retention.heads_at(phase)
-        if selecting is None:
+        token = branch.retention.add_token(group.position, filled)
+        if token is None:
             continue
-        rows = filled[selecting.start]
-        if cache.share.takes(branch.retention.slot(phase)):
-            branch.reserve(rows + 1)
+        if token.slot is not None:
+            branch.reserve(token.slot + 1)
             for held, x in zip(branch.rows, new_rows, strict=True):
-                held[group.first : group.stop, selecting, rows] = x[:, selecting]
-            rows += 1
-            for head in range(selecting.start, selecting.stop, selecting.step):
-                filled[head] = rows
-        if rows == 0:
-            continue
-        keys, values = branch.rows[:, group.first : group.stop, selecting, :rows].unbind()
-        part, part_lse = kernel.forward(queries[:, selecting], keys, values, False, scale)
-        if out is None and part.shape == queries.shape:
-            out, lse = part.to(accumulation_dtype(q.dtype)), part_lse
-            continue
-        if out is None or lse is None:
-            seen = _empty_result(q)
-            out, lse = seen[0].view(queries.shape), seen[1].view(queries.shape[:3])
-        merge_(out[:, selecting], lse[:, selecting], part, part_lse)
+                held[group.first : group.stop, token.heads, token.slot] = x[:, token.heads]
+        for slots in token.seen:
+            keys, values = branch.rows[:, group.first : group.stop, token.heads, slots].unbind()
+            part, part_lse = kernel.forward(queries[:, token.heads], keys, values, "full", scores)
+            if out is None and part.shape == queries.shape:
+                out, lse = part.to(accumulation_dtype(q.dtype)), part_lse
+                continue
+            if out is None or lse is None:
+                seen = _empty_result(q)
+                out, lse = seen[0].view(queries.shape), seen[1].view(queries.shape[:3])
+            merge_(out[:, token.heads], lse[:, token.heads], part, part_lse)
     group.position += 1
     if out is None or lse is None:
         return _empty_result(q)
@@ -195,31 +202,27 @@ def _one_token(
 
 
 def _attend_block(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, position: int, scale: float, kernel: Kernel
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, position: int, scores: ScoreOptions, kernel: Kernel
 ) -> Result:
     """Attention within a block of rows, without the rows before it. Shifts the pattern to the block's position."""
-    moved = pattern if isinstance(pattern, Full) else replace(pattern, shift=pattern.shift + position)
     # Not `attention`, which warns about unselected rows for every new shift; the cache has warned for all rows.
-    call = Call(moved, None, True, scale, kernel, ALONE)
-    out, lse, _ = call.forward(q, k, v, None, q.shape[1], (False, False, False))
+    call = Call(pattern.moved(position), None, True, scores, kernel, ALONE)
+    out, lse, _ = call.forward(q, k, v, None, None, q.shape[1], (False, False, False, False))
     return out.to(lse.dtype), lse
 
 
 def _merge_cached_rows_(
-    q: Tensor, out: Tensor, lse: Tensor, cache: Cache, group: SequenceGroup, scale: float, kernel: Kernel
+    q: Tensor, out: Tensor, lse: Tensor, cache: Cache, group: SequenceGroup, scores: ScoreOptions, kernel: Kernel
 ) -> None:
-    """Merge attention of a block over the cached rows: one more tile for each branch with an open segment."""
+    """Merge attention of a block over the cached rows that it sees."""
     for branch, filled in zip(cache.branches, group.filled, strict=True):
-        open_rows = branch.retention.rows_in_open_segment(group.position, q.shape[1])
-        if open_rows is None:
-            continue
         keys, values = branch.of_group(group)
-        for queries, held in group_heads(open_rows, [Lane(0, n, 1) for n in filled]):
+        for tile in branch.retention.tiles_over_cache(group.position, q.shape[1], filled):
             forward_tile_(
-                Tile(queries, held, causal=False),
+                tile,
                 {"q": q, "out": out, "lse": lse.transpose(1, 2)},
                 {"k": keys, "v": values},
-                scale=scale,
+                scores=scores,
                 kernel=kernel,
                 counters=Counters(),
             )

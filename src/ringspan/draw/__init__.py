@@ -2,8 +2,7 @@
 
 from ringspan.draw.order import draw_orders
 from ringspan.draw.pattern import draw_density, draw_pattern, pairs_by_cell
-from ringspan.draw.save import draw_plans, save_figure
-from ringspan.draw.schedule import draw_schedule
+from ringspan.draw.plan import draw_plans, draw_schedule, save_figure
 from ringspan.draw.work import draw_work, pairs_by_hop, scaled_down
 
 __all__ = [

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ringspan.draw.pattern import fitted
 from ringspan.order import GridOrder
-from ringspan.order.grid import ranks_of_cells
+from ringspan.order.orders import ranks_of_cells
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

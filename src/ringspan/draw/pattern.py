@@ -7,7 +7,7 @@ import textwrap
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from ringspan.geometry import Branch, Full, Pattern, SegmentRun, segment_runs
+from ringspan.geometry import Dilated, Full, Pattern, SegmentBranch, SegmentRun, WindowBranch, segment_runs
 from ringspan.oracle import multiplicity
 
 if TYPE_CHECKING:
@@ -27,12 +27,20 @@ _DENSITY_WIDTH, _DENSITY_HEIGHT = 7.4, 6.4  # inches
 def pattern_title(pattern: Pattern, n: int, causal: bool) -> str:
     """Pattern, causality and sequence length.
 
-    >>> from ringspan.geometry import Dilated
+    >>> from ringspan.geometry import Window
     >>> pattern_title(Dilated((8, 16), (1, 2), shift=4), 32, causal=True)
     'Segment x rate: 8x1, 16x2 shift 4, causal, n = 32'
+    >>> pattern_title(Window(511) + Dilated((4096, 65536), (4, 64)), 65536, causal=False)
+    'Window 511 + segment x rate: 4096x4, 65536x64, n = 65,536'
     """
-    name = "Full attention" if isinstance(pattern, Full) else f"Segment x rate: {wrappable(pattern)}"
-    return f"{name}{', causal' if causal else ''}, n = {n:,}"
+    name = " + ".join(_term_title(term) for term in pattern.parts)
+    return f"{name[0].upper()}{name[1:]}{', causal' if causal else ''}, n = {n:,}"
+
+
+def _term_title(term: Pattern) -> str:
+    if isinstance(term, Full):
+        return "full attention"
+    return f"segment x rate: {wrappable(term)}" if isinstance(term, Dilated) else term.text
 
 
 def wrappable(pattern: Pattern) -> str:
@@ -169,13 +177,16 @@ def pairs_by_cell(pattern: Pattern, n: int, kv_heads: int = 1, *, causal: bool =
     borders = cell_borders(n)
     cells = list(pairwise(borders))
     counts = np.zeros((len(cells), len(cells)))
-    for branch in pattern.branches(n):
-        offsets = pattern.offsets(branch.rate, kv_heads)
+    for branch in pattern.branches(n, kv_heads):
+        if isinstance(branch, WindowBranch):
+            window = branch.up_to_own_row() if causal else branch
+            counts += [[kv_heads * _pairs_in_window(queries, keys, window) for keys in cells] for queries in cells]
+            continue
         for i, (start, stop) in enumerate(cells):
             for run in segment_runs(start, stop, branch):
-                rows = _selected(run, branch, offsets)
+                rows = _selected(run, branch)
                 counts[i, i] += run.segments * sum(m * (m + 1) // 2 if causal else m * m for m in rows)
-        tails = [_shared(cell, branch, offsets) for cell in cells]
+        tails = [_shared(cell, branch) for cell in cells]
         for i, (start, _) in enumerate(cells):
             for j in range(i):  # two cells share at most the segment that holds the first row of the later one
                 if _segment(start, branch) != _segment(cells[j][1] - 1, branch):
@@ -187,16 +198,37 @@ def pairs_by_cell(pattern: Pattern, n: int, kv_heads: int = 1, *, causal: bool =
     return counts
 
 
-def _segment(row: int, branch: Branch) -> int:
+def _pairs_in_window(queries: tuple[int, int], keys: tuple[int, int], window: WindowBranch) -> int:
+    """The number of pairs that a window sees among query rows ``start .. stop - 1`` and key rows ``start .. stop - 1``.
+
+    The number of pairs whose rows differ by x is a trapezoid over x: the sum of four ramps.
+
+    >>> _pairs_in_window((0, 2**30), (0, 2**30), WindowBranch(2**20, 0)) == 2**20 * 2**30 + 2**30 - 2**19 * (2**20 + 1)
+    True
+    """
+    (a, b), (c, d) = queries, keys
+    return sum(sign * _ramp(start, window) for start, sign in ((a - d, 1), (a - c, -1), (b - d, -1), (b - c, 1)))
+
+
+def _ramp(start: int, window: WindowBranch) -> int:
+    """The sum of max(0, x - start) over the distances x from a query back to its keys."""
+    least = max(-window.right, start + 1 + (-start - 1) % window.rate)
+    if least > window.left:
+        return 0
+    count = (window.left - least) // window.rate + 1
+    return count * (least + window.left - 2 * start) // 2
+
+
+def _segment(row: int, branch: SegmentBranch) -> int:
     return (row + branch.shift) // branch.segment_length
 
 
-def _selected(run: SegmentRun, branch: Branch, offsets: tuple[int, ...]) -> list[int]:
+def _selected(run: SegmentRun, branch: SegmentBranch) -> list[int]:
     """The number of rows that each KV head selects in one segment of a run."""
-    return [lane.rows for lane in run.lanes(branch.rate, offsets)]
+    return [lane.rows for lane in run.lanes(branch)]
 
 
-def _shared(cell: tuple[int, int], branch: Branch, offsets: tuple[int, ...]) -> tuple[list[int], list[int]]:
+def _shared(cell: tuple[int, int], branch: SegmentBranch) -> tuple[list[int], list[int]]:
     """Selected rows of a cell, for each KV head: in the segment of its first row, and in that of its last row."""
     found = list(segment_runs(*cell, branch))
-    return _selected(found[0], branch, offsets), _selected(found[-1], branch, offsets)
+    return _selected(found[0], branch), _selected(found[-1], branch)

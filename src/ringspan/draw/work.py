@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ringspan.draw.pattern import fitted, pattern_title, wrappable
-from ringspan.geometry import Dilated, Documents, Pattern
+from ringspan.geometry import Dilated, Documents, Pattern, PatternSum, Window
 from ringspan.layout import Layout
 from ringspan.planning import Parcel, RingPlan
 
@@ -24,14 +24,14 @@ _PANEL, _LEGEND, _NARROWEST = 2.6, 1.7, 9.0  # inches
 _NOT_SEEN, _OTHER_HOP = "#FFFFFF", "#D4D4D4"
 _LIGHTEST = 0.8  # of viridis, whose lightness rises steadily: readable for colour-blind people and in grey print
 _FEW_RANKS = 4  # represent a large ring if segments are shorter than a shard, so that segments stay visible
-_FEWEST_SELECTED = 8  # rows of a segment; with fewer, a dilated segment is not visible
+_FEWEST_SELECTED = 8  # rows of a segment or window; with fewer, dilation is not visible
 
 
 def scaled_down(plan: RingPlan) -> tuple[RingPlan, str]:
     """A small plan that resembles the given one, and a line that says what was scaled down (empty if nothing was).
 
-    Segments keep their length relative to shards, so the same segments are local or shared. Rates are lowered if too
-    few rows of a segment would be left. A few ranks represent a large ring.
+    Segments and windows keep their length relative to shards, so the same ones are local or shared. Rates are lowered
+    if too few rows of a segment or window would be left. A few ranks represent a large ring.
 
     >>> import ringspan as rs
     >>> small, note = scaled_down(rs.plan(rs.Dilated((2048, 32768), (1, 16)), 32768, ring_size=4))
@@ -67,12 +67,18 @@ def _ranks_drawn(plan: RingPlan) -> int:
     size = plan.layout.ring_size
     if size <= MOST_RANKS:
         return size
-    longest = max(branch.segment_length for branch in plan.pattern.branches(plan.layout.rows))
+    longest = max(branch.reach for branch in plan.pattern.branches(plan.layout.rows))
     return MOST_RANKS if longest * size > plan.layout.rows else _FEW_RANKS
 
 
 def _scaled_pattern(pattern: Pattern, part: int, whole: int, rows: int) -> Pattern:
-    """The pattern with its segment lengths multiplied by part / whole."""
+    """The pattern with the lengths of its segments and windows multiplied by part / whole."""
+    if isinstance(pattern, PatternSum):
+        return PatternSum(tuple(_scaled_pattern(term, part, whole, rows) for term in pattern.terms))
+    if isinstance(pattern, Window):
+        sides = (pattern.left, pattern.right)
+        left, right = (min(max(1, round(side * part / whole)), rows) if side else 0 for side in sides)
+        return Window(left, right, min(pattern.dilation, max(1, (left + right + 1) // _FEWEST_SELECTED)))
     if not isinstance(pattern, Dilated):
         return pattern
     lengths = tuple(min(max(1, round(w * part / whole)), rows) for w in pattern.segment_lengths)
@@ -161,8 +167,9 @@ def pairs_by_hop(plan: RingPlan, head: int = 0) -> NDArray[np.int64]:
                 keys = [row_at[place] for place in tile.keys.lane(i)]
                 for place, query in enumerate(queries):
                     segment, j = divmod(place, tile.queries.rows)
-                    first = segment * tile.keys.rows
-                    grid[number, query, keys[first : first + (j + 1 if tile.causal else tile.keys.rows)]] = rank
+                    first, count = segment * tile.keys.rows, tile.keys.rows
+                    seen = {"full": (0, count), "causal": (0, j + 1), "anticausal": (j, count)}[tile.mask]
+                    grid[number, query, keys[first + seen[0] : first + seen[1]]] = rank
     return grid
 
 

@@ -3,6 +3,7 @@
 Nothing in this package uses tensors, devices or process groups.
 """
 
+from ringspan.geometry.band import BandPart, Mask, band
 from ringspan.geometry.comb import Comb, Lane, SegmentRun, group_heads, segment_runs
 from ringspan.geometry.documents import Documents, as_int
 from ringspan.geometry.pattern import (
@@ -11,12 +12,17 @@ from ringspan.geometry.pattern import (
     Full,
     HeadOffsets,
     Pattern,
+    PatternSum,
+    SegmentBranch,
+    Window,
+    WindowBranch,
     parse_pattern,
     unselected_row,
     unselected_warning,
 )
 
 __all__ = [
+    "BandPart",
     "Branch",
     "Comb",
     "Dilated",
@@ -24,9 +30,15 @@ __all__ = [
     "Full",
     "HeadOffsets",
     "Lane",
+    "Mask",
     "Pattern",
+    "PatternSum",
+    "SegmentBranch",
     "SegmentRun",
+    "Window",
+    "WindowBranch",
     "as_int",
+    "band",
     "group_heads",
     "parse_pattern",
     "segment_runs",

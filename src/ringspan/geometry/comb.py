@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ringspan.geometry.pattern import Branch
+from ringspan.geometry.pattern import SegmentBranch
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,21 +118,22 @@ class SegmentRun:
     segments: int
     phase: int
 
-    def lanes(self, rate: int, offsets: Sequence[int], origin: int = 0) -> list[Lane]:
-        """For each head's offset, the selected rows of the first segment, relative to ``origin``."""
+    def lanes(self, branch: SegmentBranch, origin: int = 0) -> list[Lane]:
+        """For each KV head, the selected rows of the first segment, relative to ``origin``."""
         lanes = []
-        for offset in offsets:
-            skipped = (offset - self.phase) % rate
-            lanes.append(Lane(self.start + skipped - origin, max(0, -(-(self.rows - skipped) // rate)), rate))
+        for offset in branch.offsets:
+            skipped = (offset - self.phase) % branch.rate
+            rows = max(0, -(-(self.rows - skipped) // branch.rate))
+            lanes.append(Lane(self.start + skipped - origin, rows, branch.rate))
         return lanes
 
 
-def segment_runs(start: int, stop: int, branch: Branch) -> Iterator[SegmentRun]:
+def segment_runs(start: int, stop: int, branch: SegmentBranch) -> Iterator[SegmentRun]:
     """Split rows ``start .. stop - 1`` of a document into runs of segments.
 
     There are at most three: a partial segment, whole segments, and a partial segment.
 
-    >>> [(p.start, p.rows, p.segments, p.phase) for p in segment_runs(0, 10, Branch(4, 1, shift=1))]
+    >>> [(p.start, p.rows, p.segments, p.phase) for p in segment_runs(0, 10, SegmentBranch(4, 1, shift=1))]
     [(0, 3, 1, 1), (3, 4, 1, 0), (7, 3, 1, 0)]
     """
     width = branch.segment_length

@@ -1,4 +1,4 @@
-"""Attention patterns: `Full` and `Dilated`, which keys a query sees under each (``sees``), and their text form.
+"""Attention patterns: `Full`, `Dilated`, `Window` and their sums, which keys a query sees under each, and their texts.
 
 This is the definition in docs/semantics.md, in integers. The rest of the library is tested against it.
 """
@@ -6,6 +6,7 @@ This is the definition in docs/semantics.md, in integers. The rest of the librar
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -19,23 +20,139 @@ _MOST_INTERVALS, _MOST_ROWS_CHECKED = 256, 4096  # limits of `unselected_row`
 
 
 @dataclass(frozen=True, slots=True)
-class Branch:
-    """One (segment length, dilation rate) pair of a pattern, with the shift of its segment borders."""
+class SegmentBranch:
+    """Segments of equal length with a dilation rate. ``offsets`` holds the first selected row of each KV head."""
 
     segment_length: int
     rate: int
     shift: int = 0
+    offsets: tuple[int, ...] = (0,)
 
-    def sees(self, p: int, t: int, offset: int) -> bool:
-        """Whether query ``p`` sees key ``t`` in a head with this offset, ignoring causality."""
+    @property
+    def reach(self) -> int:
+        """The most rows from the first to the last key that a query sees."""
+        return self.segment_length
+
+    def sees(self, p: int, t: int, head: int = 0) -> bool:
+        """Whether query ``p`` sees key ``t`` in a KV head, ignoring causality."""
         p, t = p + self.shift, t + self.shift
         return p // self.segment_length == t // self.segment_length and all(
-            x % self.segment_length % self.rate == offset for x in (p, t)
+            x % self.segment_length % self.rate == self.offsets[head] for x in (p, t)
         )
 
 
+@dataclass(frozen=True, slots=True)
+class WindowBranch:
+    """A sliding window, equal for all KV heads: from ``left`` rows back to ``right`` rows ahead, every ``rate``-th."""
+
+    left: int
+    right: int
+    rate: int = 1
+
+    @property
+    def reach(self) -> int:
+        """The most rows from the first to the last key that a query sees."""
+        return self.left + self.right + 1
+
+    def sees(self, p: int, t: int, head: int = 0) -> bool:
+        """Whether query ``p`` sees key ``t``, ignoring causality."""
+        return -self.right <= p - t <= self.left and (p - t) % self.rate == 0
+
+    def up_to_own_row(self) -> WindowBranch:
+        """The window under causality."""
+        return WindowBranch(self.left, 0, self.rate if self.left else 1)
+
+
+Branch = SegmentBranch | WindowBranch
+
+
+class Pattern(ABC):
+    """What sees what: `Full`, `Dilated`, `Window`, or a sum of them, ``a + b``."""
+
+    @property
+    @abstractmethod
+    def text(self) -> str:
+        """The pattern on one line, as reports and messages show it and `parse_pattern` reads it."""
+
+    @abstractmethod
+    def branches(self, rows: int, kv_heads: int = 1) -> tuple[Branch, ...]:
+        """The branches as they apply to a document of ``rows`` rows and to the KV heads that the tensors hold."""
+
+    @property
+    def parts(self) -> tuple[Pattern, ...]:
+        """The terms of a sum; otherwise the pattern itself."""
+        return (self,)
+
+    def for_heads(self, first: int, total: int) -> Pattern:
+        """The pattern for tensors that hold only some KV heads (tensor parallelism): ``first`` on, of ``total``."""
+        _check_first_of_total(first, total)
+        return self
+
+    def check_heads(self, kv_heads: int) -> None:  # noqa: B027  # most patterns accept any number
+        """Raise if tensors with this many KV heads contradict `for_heads`."""
+
+    def moved(self, rows: int) -> Pattern:
+        """The pattern for a sequence that starts at row ``rows`` of the original one."""
+        return self
+
+    def sees(self, p: int, t: int, *, head: int = 0, kv_heads: int = 1, causal: bool = False) -> int:
+        """m(p, t): the number of branches in which query ``p`` sees key ``t``, for KV head ``head`` of ``kv_heads``."""
+        if causal and t > p:
+            return 0
+        return sum(branch.sees(p, t, head) for branch in self.branches(max(p, t) + 1, kv_heads))
+
+    def __add__(self, other: object) -> PatternSum:
+        if not isinstance(other, Pattern):
+            return NotImplemented
+        return PatternSum((*self.parts, *other.parts))
+
+
 @dataclass(frozen=True)
-class Full:
+class PatternSum(Pattern):
+    """The branches of several patterns together. Made by ``a + b``; a key seen through two branches counts twice.
+
+    >>> pattern = Window(3) + Dilated((16,), (4,))
+    >>> [t for t in range(16) if pattern.sees(8, t, causal=True)]
+    [0, 4, 5, 6, 7, 8]
+    >>> pattern.sees(8, 8)
+    2
+    """
+
+    terms: tuple[Pattern, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.terms) < 2 or any(isinstance(term, PatternSum) for term in self.terms):
+            raise ValueError(f"terms={self.terms}: a sum has two or more patterns, none of them a sum; write a + b")
+
+    @property
+    def text(self) -> str:
+        """The texts of the terms.
+
+        >>> (Window(511) + Dilated((4096, 65536), (4, 64))).text
+        'window 511 + 4096x4,65536x64'
+        """
+        return " + ".join(term.text for term in self.terms)
+
+    @property
+    def parts(self) -> tuple[Pattern, ...]:
+        return self.terms
+
+    def branches(self, rows: int, kv_heads: int = 1) -> tuple[Branch, ...]:
+        return tuple(branch for term in self.terms for branch in term.branches(rows, kv_heads))
+
+    def for_heads(self, first: int, total: int) -> PatternSum:
+        return PatternSum(tuple(term.for_heads(first, total) for term in self.terms))
+
+    def check_heads(self, kv_heads: int) -> None:
+        for term in self.terms:
+            term.check_heads(kv_heads)
+
+    def moved(self, rows: int) -> PatternSum:
+        return PatternSum(tuple(term.moved(rows) for term in self.terms))
+
+
+@dataclass(frozen=True)
+class Full(Pattern):
     """Full attention: every query sees every key or, if causal, every key up to its own position.
 
     >>> Full().sees(0, 5)
@@ -46,31 +163,56 @@ class Full:
 
     @property
     def text(self) -> str:
-        """The pattern on one line, as reports and messages show it and `parse_pattern` reads it."""
         return "full"
 
-    def branches(self, rows: int) -> tuple[Branch, ...]:
-        """The branches as they apply to a document of ``rows`` rows."""
-        return (Branch(max(rows, 1), 1),)
-
-    def offsets(self, rate: int, kv_heads: int) -> tuple[int, ...]:
-        return (0,) * kv_heads
-
-    def for_heads(self, first: int, total: int) -> Full:
-        """The pattern itself: all heads see the same keys."""
-        _check_first_of_total(first, total)
-        return self
-
-    def check_heads(self, kv_heads: int) -> None:
-        """Accepts any number of heads."""
-
-    def sees(self, p: int, t: int, *, head: int = 0, kv_heads: int = 1, causal: bool = False) -> int:
-        """m(p, t): 1 if query ``p`` sees key ``t``, else 0."""
-        return int(not causal or t <= p)
+    def branches(self, rows: int, kv_heads: int = 1) -> tuple[Branch, ...]:
+        return (SegmentBranch(max(rows, 1), 1, offsets=(0,) * kv_heads),)
 
 
 @dataclass(frozen=True)
-class Dilated:
+class Window(Pattern):
+    """A sliding window: query p sees the keys from p - ``left`` to p + ``right``, every ``dilation``-th from p on.
+
+    With causality, ``right`` has no effect. ``sliding_window=W`` of a causal Transformers model is ``Window(W - 1)``:
+    its W keys include the query's own position. flash-attn's ``window_size=(left, right)`` is ``Window(left, right)``.
+
+    >>> [t for t in range(10) if Window(3).sees(5, t)]
+    [2, 3, 4, 5]
+    >>> [t for t in range(10) if Window(4, right=2, dilation=2).sees(5, t)]
+    [1, 3, 5, 7]
+    """
+
+    left: int
+    right: int = 0
+    dilation: int = 1
+
+    def __post_init__(self) -> None:
+        for name, least in (("left", 0), ("right", 0), ("dilation", 1)):
+            value = as_int(name, getattr(self, name))
+            if value < least:
+                unit = "dilation" if name == "dilation" else "number of rows"
+                raise ValueError(f"{name}={value}: the {unit} must be at least {least}")
+            object.__setattr__(self, name, value)
+
+    @property
+    def text(self) -> str:
+        """The window on one line.
+
+        >>> Window(511).text, Window(64, 64, 4).text
+        ('window 511', 'window 64 right 64 dilation 4')
+        """
+        right = f" right {self.right}" if self.right else ""
+        dilation = f" dilation {self.dilation}" if self.dilation > 1 else ""
+        return f"window {self.left}{right}{dilation}"
+
+    def branches(self, rows: int, kv_heads: int = 1) -> tuple[Branch, ...]:
+        # Whole steps only, and not farther than the document.
+        left, right = (min(side, max(rows - 1, 0)) // self.dilation * self.dilation for side in (self.left, self.right))
+        return (WindowBranch(left, right, self.dilation if left or right else 1),)
+
+
+@dataclass(frozen=True)
+class Dilated(Pattern):
     """LongNet's dilated attention: one branch per (segment length, dilation rate) pair.
 
     Args:
@@ -158,10 +300,9 @@ class Dilated:
         heads = f" heads {self.first_head} of {self.total_heads}" if self.total_heads else ""
         return f"{pairs}{offsets}{shift}{heads}"
 
-    def branches(self, rows: int) -> tuple[Branch, ...]:
-        """The branches as they apply to a document of ``rows`` rows."""
+    def branches(self, rows: int, kv_heads: int = 1) -> tuple[Branch, ...]:
         pairs = zip(self.segment_lengths, self.dilation_rates, strict=True)
-        return tuple(Branch(w, r, self.shift % w) for w, r in pairs)
+        return tuple(SegmentBranch(w, r, self.shift % w, self.offsets(r, kv_heads)) for w, r in pairs)
 
     def offsets(self, rate: int, kv_heads: int) -> tuple[int, ...]:
         """The offset of each KV head that the tensors hold, in a branch with this rate."""
@@ -190,17 +331,13 @@ class Dilated:
                 "first and total count KV heads over all devices"
             )
 
-    def sees(self, p: int, t: int, *, head: int = 0, kv_heads: int = 1, causal: bool = False) -> int:
-        """m(p, t): the number of branches in which query ``p`` sees key ``t``, for KV head ``head`` of ``kv_heads``."""
-        if causal and t > p:
-            return 0
-        return sum(branch.sees(p, t, self.offsets(branch.rate, kv_heads)[head]) for branch in self.branches(1))
-
-
-Pattern = Full | Dilated
+    def moved(self, rows: int) -> Dilated:
+        return replace(self, shift=self.shift + rows)
 
 
 _PAIR = r"[^\s,x]+ *x *[^\s,x]+"
+_WINDOW = re.compile(r"window (?P<left>\S+)( right (?P<right>\S+))?( dilation (?P<dilation>\S+))?")
+_WINDOW_DEFAULTS = {"left": "0", "right": "0", "dilation": "1"}
 _DILATED = re.compile(
     rf"(?P<pairs>{_PAIR}([, ]+{_PAIR})*)( (?P<offsets>interleaved|blocked))?"
     r"( shift (?P<shift>\d+))?( heads (?P<first>\d+) of (?P<total>\d+))?"
@@ -209,7 +346,7 @@ _DILATED = re.compile(
 
 @lru_cache(maxsize=256)
 def parse_pattern(text: str, read_count: Callable[[str], int] = int) -> Pattern:
-    """The pattern that a text describes: ``full``, or SEGMENTxRATE pairs and the suffixes of `Dilated.text`.
+    """The pattern that a text describes: terms joined by ``+``, each as `Full.text`, `Dilated.text` or `Window.text`.
 
     ``read_count`` reads a length or a rate; the command line also accepts 32k.
 
@@ -217,21 +354,30 @@ def parse_pattern(text: str, read_count: Callable[[str], int] = int) -> Pattern:
     ... # doctest: +NORMALIZE_WHITESPACE
     Dilated(segment_lengths=(2048, 8192), dilation_rates=(1, 4), head_offsets='interleaved', shift=0,
             first_head=0, total_heads=0)
+    >>> parse_pattern("window 511 + full").terms
+    (Window(left=511, right=0, dilation=1), Full())
     """
-    words = text.strip().lower()
-    if words == "full":
-        return Full()
-    found = _DILATED.fullmatch(words)
-    if found is None:
-        raise ValueError(
-            f"pattern {text!r}: must be full, or SEGMENTxRATE pairs such as 2048x1,8192x4, optionally followed by "
-            "'blocked', 'shift N' and 'heads N of N', in this order"
-        )
-    pairs = [pair.split("x") for pair in re.findall(_PAIR, found["pairs"])]
     try:
-        lengths, rates = (tuple(read_count(pair[i].strip()) for pair in pairs) for i in (0, 1))
+        first, *others = (_parse_term(" ".join(term.split()), read_count) for term in text.lower().split("+"))
     except ValueError as error:
         raise ValueError(f"pattern {text!r}: {error}") from error
+    return PatternSum((first, *others)) if others else first
+
+
+def _parse_term(term: str, read_count: Callable[[str], int]) -> Pattern:
+    if term == "full":
+        return Full()
+    if found := _WINDOW.fullmatch(term):
+        return Window(*(read_count(found[name] or default) for name, default in _WINDOW_DEFAULTS.items()))
+    found = _DILATED.fullmatch(term)
+    if found is None:
+        raise ValueError(
+            f"{term or 'nothing'!r} must be full, 'window N', optionally followed by 'right N' and 'dilation N', or "
+            "SEGMENTxRATE pairs such as 2048x1,8192x4, optionally followed by 'blocked', 'shift N' and 'heads N of N', "
+            "in this order; join patterns with +"
+        )
+    pairs = [pair.split("x") for pair in re.findall(_PAIR, found["pairs"])]
+    lengths, rates = (tuple(read_count(pair[i].strip()) for pair in pairs) for i in (0, 1))
     offsets = cast(HeadOffsets, found["offsets"] or "interleaved")
     return Dilated(lengths, rates, offsets, *(int(found[name] or 0) for name in ("shift", "first", "total")))
 
@@ -245,17 +391,16 @@ def unselected_row(pattern: Pattern, rows: int, kv_heads: int) -> tuple[int, int
     >>> unselected_row(Dilated((4999, 100_000), (2, 2), shift=4999), 20_000, kv_heads=1)
     (5000, 0)
     """
-    branches = pattern.branches(rows)
-    if any(branch.rate == 1 for branch in branches):
-        return None
+    branches = [b for b in pattern.branches(rows, kv_heads) if isinstance(b, SegmentBranch) and b.rate > 1]
+    if len(branches) < len(pattern.branches(rows, kv_heads)):
+        return None  # windows and branches of rate 1 select every row
     period = min(lcm(*(branch.rate for branch in branches)), _MOST_ROWS_CHECKED)
-    offsets = [pattern.offsets(branch.rate, kv_heads) for branch in branches]
     start = 0
     for _ in range(_MOST_INTERVALS):
         stop = min(start + b.segment_length - (start + b.shift) % b.segment_length for b in branches)
         for row in range(start, min(stop, start + period, rows)):
             for head in range(kv_heads):
-                if not any(b.sees(row, row, offset[head]) for b, offset in zip(branches, offsets, strict=True)):
+                if not any(b.sees(row, row, head) for b in branches):
                     return row, head
         start = stop
     return None

@@ -1,6 +1,6 @@
 """Hugging Face Transformers: ringspan as the attention of any model that uses the library's attention interface.
 
-    register(pattern=rs.Dilated((2048, 8192), (1, 4)), ring=ring)
+    register(ring=ring)  # what the model's config says: full layers, sliding windows, sinks, soft caps
     model = AutoModelForCausalLM.from_config(config, attn_implementation="ringspan")
     batch = shard(input_ids, labels, ring=ring)
     loss = causal_lm_loss(model, batch, ring=ring)
@@ -12,6 +12,7 @@ that models pass to attention. Nothing is monkey-patched; what a pattern cannot 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 import ringspan as rs
 from ringspan.integrations.transformers_attention import AnyRing, RegisteredAttention
 from ringspan.nn.cross_entropy import IGNORED, Gradients
-from ringspan.runtime.extras import missing_package
+from ringspan.runtime.settings import missing_package
 from ringspan.validation import Lengths, document_lengths
 
 if TYPE_CHECKING:
@@ -45,21 +46,35 @@ def __getattr__(name: str) -> Any:
     return RingspanCache
 
 
-def register(*, pattern: rs.Pattern, ring: AnyRing = None, name: str = NAME) -> None:
-    """Register attention under a pattern, and optionally over a ring, as ``attn_implementation=name``.
+def register(
+    *, pattern: rs.Pattern | Sequence[rs.Pattern] | None = None, ring: AnyRing = None, name: str = NAME
+) -> None:
+    """Register attention, optionally over a ring, as ``attn_implementation=name``.
 
-    Use several names for several patterns. Registering a name again replaces it, also for existing models. Over a
-    `Ring`, every rank calls the model with its own rows: see `shard`.
+    Args:
+        pattern: None computes what the model's configuration says, layer by layer: full attention, sliding windows,
+            chunks. An existing checkpoint then gives the same results as on one device. A pattern replaces the full
+            attention of all layers; a list has one pattern for each layer, by the layer's index.
+        ring: splits the sequence over devices. Every rank calls the model with its own rows: see `shard`.
+        name: registering a name again replaces it, also for existing models. Use several names for several patterns.
+
+    Sinks (``s_aux``), soft caps and scales that a model passes to its attention are honoured in any case. Whatever
+    else a model passes and ringspan cannot express is an error.
     """
-    if not isinstance(pattern, (rs.Dilated, rs.Full)):
-        raise TypeError(f"pattern={pattern!r}: must be Dilated(...) or Full()")
+    patterns = pattern if pattern is None or isinstance(pattern, rs.Pattern) else tuple(pattern)
+    for i, one in enumerate(patterns if isinstance(patterns, tuple) else ()):
+        if not isinstance(one, rs.Pattern):
+            raise TypeError(
+                f"pattern[{i}]={one!r}: must be a pattern such as Dilated(...), Window(...) "
+                "or Full(), a list with one for each layer, or None for what the model's configuration says"
+            )
     try:
         from transformers import AttentionInterface, AttentionMaskInterface, masking_utils  # noqa: PLC0415
     except ImportError as error:
         raise ImportError(missing_package("register", "Transformers 5", "transformers")) from error
     combined = masking_utils.and_masks(masking_utils.causal_mask_function).__code__
     kinds = (masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function, combined)
-    registered = RegisteredAttention(pattern, ring, *kinds)
+    registered = RegisteredAttention(patterns, ring, *kinds)
     AttentionInterface.register(name, registered.attention)
     AttentionMaskInterface.register(name, registered.mask)
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 AnyRing = rs.Ring | rs.SimulatedRing | None
 MaskFunction = Callable[..., Any]
+LayerPatterns = rs.Pattern | tuple[rs.Pattern, ...] | None  # for all layers, for each, or as configured
 # Arguments that models pass to attention and that do not change its result. All others are refused.
 _HARMLESS = frozenset({
     *("use_cache", "past_key_values", "past_key_value", "cache_position", "position_embeddings", "return_dict"),
@@ -52,7 +53,7 @@ class MaskDescription:
     kv_length: int  # keys, those in a cache included
     padding: Tensor | None  # (batch, kv_length), bool, False for padding; None without padding
     lengths: Tensor | None  # of packed documents, int64; None for one document, or under torch.compile
-    window: int | None  # sliding window of the model's own mask; None if unlimited
+    pattern: rs.Pattern  # of the model's own mask: full, a sliding window, or chunks
 
     def _refuse(self, *_: object) -> NoReturn:
         raise ValueError(REFUSAL)
@@ -75,7 +76,7 @@ class MaskDescription:
 class RegisteredAttention:
     """The attention and mask functions of one registered name."""
 
-    def __init__(self, pattern: rs.Pattern, ring: AnyRing, causal: MaskFunction, both: MaskFunction, combined: Any):
+    def __init__(self, pattern: LayerPatterns, ring: AnyRing, causal: MaskFunction, both: MaskFunction, combined: Any):
         """Takes the mask functions of Transformers: causal, bidirectional, and the code object of a combination."""
         self.pattern, self.ring = pattern, ring
         self.over_a_ring = isinstance(ring, rs.Ring)
@@ -100,6 +101,8 @@ class RegisteredAttention:
         position_ids: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
         sliding_window: int | None = None,
+        s_aux: Tensor | None = None,
+        softcap: float | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
         """Called by models with (batch, heads, rows, head_dim); returns (batch, rows, heads, head_dim) and None."""
@@ -117,14 +120,11 @@ class RegisteredAttention:
         if isinstance(self.ring, rs.Ring) and self.ring.size > 1:
             _refuse_other_layers(module)
         length = max(seq_len or 0, key.shape[2], 0 if mask is None else mask.kv_length)
-        for window in (sliding_window, None if mask is None else mask.window):
-            if window is not None and length > window:
-                raise ValueError(
-                    f"a window of {window} tokens over {length}: cannot be combined with a pattern; set "
-                    "sliding_window=None in the configuration and use the segments of the pattern"
-                )
+        pattern = self._pattern_of(module, rs.Full() if mask is None else mask.pattern, sliding_window, length)
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        options: dict[str, Any] = dict(pattern=self.pattern, causal=causal, scale=scaling, ring=self.ring)
+        scores: dict[str, Any] = dict(scale=scaling)
+        scores |= {name: x for name, x in (("sinks", s_aux), ("softcap", softcap)) if x is not None}
+        options = dict(pattern=pattern, causal=causal, ring=self.ring, **scores)
         padding = None if mask is None or mask.padding is None else mask.padding.to(q.device)
         if padding is not None and cu_seq_lens_q is not None:
             raise ValueError(
@@ -132,7 +132,7 @@ class RegisteredAttention:
             )
         if layer is not None:
             _check_cache_arguments(causal, self.ring, query, position_ids, padding, cu_seq_lens_q)
-            return attend_cached(layer, q, k, v, padding, self.pattern, scaling), None
+            return attend_cached(layer, q, k, v, padding, pattern, scores), None
         if padding is not None:
             return _unpadded(q, k, v, padding, position_ids, options), None
         lengths = self._lengths(position_ids, cu_seq_lens_q, None if mask is None else mask.lengths, seq_len)
@@ -171,7 +171,36 @@ class RegisteredAttention:
             if attention_mask.dim() != 2:
                 raise _mask_shape_error(attention_mask)
             attention_mask = None if bool(attention_mask.all()) else attention_mask.bool()
-        return MaskDescription(causal, kv_length, attention_mask, lengths, local_size)
+        pattern = _pattern_of_mask(local_size if combined else None, causal, others.get("config"))
+        return MaskDescription(causal, kv_length, attention_mask, lengths, pattern)
+
+    def _pattern_of(
+        self, module: nn.Module, configured: rs.Pattern, sliding_window: int | None, length: int
+    ) -> rs.Pattern:
+        """The pattern of one layer: as registered, or as configured. Raises where both would apply."""
+        if isinstance(configured, rs.Full) and sliding_window is not None and length > sliding_window:
+            raise ValueError(
+                f"{type(module).__name__} has sliding_window={sliding_window}, but its mask is full: implementations "
+                "of attention differ in which of them they follow; use attn_implementation='eager'"
+            )
+        if self.pattern is None:
+            return configured
+        reach = max(branch.reach for branch in configured.branches(length))
+        if reach < length:
+            raise ValueError(
+                f"{configured.text} over {length} tokens in the model's configuration, and a registered pattern: only "
+                "one of them can apply. Call register(ring=...) without a pattern to run the model as configured, or "
+                "set sliding_window=None in its configuration"
+            )
+        if isinstance(self.pattern, rs.Pattern):
+            return self.pattern
+        index = getattr(module, "layer_idx", None)
+        if index is None or not 0 <= index < len(self.pattern):
+            raise ValueError(
+                f"{type(module).__name__} with layer_idx={index}, and {len(self.pattern)} patterns: register one "
+                "pattern for each layer, or a single pattern for all"
+            )
+        return self.pattern[index]
 
     def _lengths(
         self, positions: Tensor | None, borders: Tensor | None, masked: Tensor | None, seq_len: int | None
@@ -199,6 +228,23 @@ class RegisteredAttention:
     def _remember(self, positions: Tensor) -> None:
         unseen = positions.is_inference()  # inference tensors have no version counter
         self.seen = (lambda: None, 0) if unseen else (weakref.ref(positions), positions._version)
+
+
+def _pattern_of_mask(local_size: int | None, causal: bool, config: Any) -> rs.Pattern:
+    """The pattern of a mask that Transformers limits to ``local_size`` tokens: a sliding window or chunks."""
+    if local_size is None:
+        return rs.Full()
+    settings = {name: getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")}
+    kinds = [name for name, size in settings.items() if size == local_size]
+    if len(kinds) != 1:
+        raise ValueError(
+            f"a mask of {local_size} tokens, and {settings} in the configuration: cannot tell whether it is a sliding "
+            "window or chunks; use attn_implementation='eager'"
+        )
+    if kinds == ["attention_chunk_size"]:
+        return rs.Dilated((local_size,), (1,))
+    # A causal window counts the query's own position, a bidirectional one counts the tokens on each side.
+    return rs.Window(local_size - 1) if causal else rs.Window(local_size, local_size)
 
 
 def _described(mask: MaskDescription | Tensor | None) -> MaskDescription | None:
@@ -414,11 +460,18 @@ def unmark(key: Tensor) -> tuple[Tensor, RingspanLayer | None]:
 
 
 def attend_cached(
-    layer: RingspanLayer, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, pattern: rs.Pattern, scale: float | None
+    layer: RingspanLayer,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    pattern: rs.Pattern,
+    scores: dict[str, Any],
 ) -> Tensor:
     """Attention of new rows (batch, rows, heads, head_dim) over a cache layer, which then holds them.
 
-    ``mask`` (batch, all rows so far) is False for padding, whose output is 0 and which is not cached.
+    ``mask`` (batch, all rows so far) is False for padding, whose output is 0 and which is not cached. ``scores`` are
+    scale, soft cap and sinks.
     """
     if not layer.is_waiting:
         raise ValueError(
@@ -431,11 +484,11 @@ def attend_cached(
         q, k, v = q.detach(), k.detach(), v.detach()
         counts = None if mask is None else mask[:, -q.shape[1] :]
         if counts is None or bool(counts.all()):
-            out = rs.attention_step(q, k, v, cache, scale=scale)
+            out = rs.attention_step(q, k, v, cache, **scores)
         else:
             lengths = tuple(counts.sum(1).tolist())
             q_rows, k_rows, v_rows = (x[counts][None] for x in (q, k, v))
-            packed = rs.attention_step(q_rows, k_rows, v_rows, cache, lengths=lengths, scale=scale)
+            packed = rs.attention_step(q_rows, k_rows, v_rows, cache, lengths=lengths, **scores)
             out = q.new_zeros(q.shape)
             out[counts] = packed[0]
     layer.seen += q.shape[1]

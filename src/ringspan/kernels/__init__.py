@@ -13,12 +13,13 @@ from dataclasses import dataclass
 import torch
 
 from ringspan.kernels import cpu, cuda, reference
-from ringspan.kernels.kernel import Contract, Kernel, accumulation_dtype
+from ringspan.kernels.kernel import Contract, Kernel, ScoreOptions, accumulation_dtype
 
 __all__ = [
     "Choice",
     "Contract",
     "Kernel",
+    "ScoreOptions",
     "Status",
     "accumulation_dtype",
     "available",
@@ -81,13 +82,21 @@ def available() -> list[Status]:
     return found
 
 
-def choose(device: torch.device | str, dtype: torch.dtype, capability: Capability | None = None) -> Choice:
+def choose(
+    device: torch.device | str, dtype: torch.dtype, capability: Capability | None = None, *, softcap: float = 0.0
+) -> Choice:
     """The default kernel for a device and dtype, and the reason.
 
     Args:
         capability: the compute capability of a CUDA device; queried from the device if not given.
+        softcap: the soft cap of the scores, 0 for none. PyTorch's fused kernels have no soft cap.
+
+    >>> choose("cpu", torch.float32, softcap=50.0).reason
+    "softcap=50.0: PyTorch's fused kernels cannot cap scores"
     """
     device = torch.device(device)
+    if softcap:
+        return Choice(reference.KERNEL, f"softcap={softcap}: PyTorch's fused kernels cannot cap scores")
     if device.type == "cpu" and dtype in cpu.FLASH.contract.dtypes:
         return Choice(cpu.FLASH, "cpu: the fused flash kernel takes every float dtype")
     if device.type == "cuda" and dtype in cuda.EFFICIENT.contract.dtypes:

@@ -11,15 +11,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ringspan.kernels.kernel import Contract, Kernel, Needs
+from ringspan.kernels.kernel import Contract, Gradients, Kernel, Needs, ScoreOptions
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _MOST_LANES = 64  # of fp32 in the widest vector registers (2,048 bits)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    out, lse = _forward(q, k, v, 0.0, causal, scale=scale)
+def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scores: ScoreOptions) -> tuple[Tensor, Tensor]:
+    out, lse = _forward(q, k, v, 0.0, causal, scale=scores.scale)
     if k.shape[2] < _MOST_LANES and not lse.all():
         _poison_(out, lse, q, k, causal)
     return out, lse
@@ -45,10 +45,10 @@ def backward(
     out: Tensor,
     lse: Tensor,
     causal: bool,
-    scale: float,
+    scores: ScoreOptions,
     needs: Needs,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    dq, dk, dv = _backward(grad_out, q, k, v, out, lse, 0.0, causal, scale=scale)
+) -> Gradients:
+    dq, dk, dv = _backward(grad_out, q, k, v, out, lse, 0.0, causal, scale=scores.scale)
     return dq, dk, dv
 
 

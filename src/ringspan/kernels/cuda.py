@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ringspan.kernels.kernel import Contract, Kernel, Needs
+from ringspan.kernels.kernel import Contract, Gradients, Kernel, Needs, ScoreOptions
 
 _aten = torch.ops.aten
 _LSE_ROWS = 32  # the efficient kernel pads the rows of its lse to a multiple of this, with +inf
@@ -24,8 +24,8 @@ def _dense(lse: Tensor) -> Tensor:
     return lse if lse.is_contiguous() else lse.clone(memory_format=torch.contiguous_format)
 
 
-def flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = _aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, causal, scale=scale)
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scores: ScoreOptions) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = _aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, causal, scale=scores.scale)
     return out, lse
 
 
@@ -37,9 +37,9 @@ def flash_backward(
     out: Tensor,
     lse: Tensor,
     causal: bool,
-    scale: float,
+    scores: ScoreOptions,
     needs: Needs,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+) -> Gradients:
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
     dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward.default(
         grad_out,
@@ -56,13 +56,15 @@ def flash_backward(
         causal,
         seed,
         _no_dropout_state(q, torch.uint64),
-        scale=scale,
+        scale=scores.scale,
     )
     return dq, dk, dv
 
 
-def efficient_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = _aten._scaled_dot_product_efficient_attention.default(q, k, v, None, True, 0.0, causal, scale=scale)
+def efficient_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scores: ScoreOptions) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = _aten._scaled_dot_product_efficient_attention.default(
+        q, k, v, None, True, 0.0, causal, scale=scores.scale
+    )
     return out, lse.narrow(2, 0, q.shape[2])
 
 
@@ -74,20 +76,22 @@ def efficient_backward(
     out: Tensor,
     lse: Tensor,
     causal: bool,
-    scale: float,
+    scores: ScoreOptions,
     needs: Needs,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+) -> Gradients:
     padding = -lse.shape[-1] % _LSE_ROWS
     padded = _dense(torch.nn.functional.pad(lse, (0, padding), value=torch.inf))
     state = _no_dropout_state(q, torch.int64)
     dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward.default(
-        grad_out, q, k, v, None, out, padded, state, state, 0.0, [*needs, False], causal, scale=scale
+        grad_out, q, k, v, None, out, padded, state, state, 0.0, [*needs, False], causal, scale=scores.scale
     )
     return dq, dk, dv
 
 
-def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = _aten._scaled_dot_product_cudnn_attention.default(q, k, v, None, True, 0.0, causal, scale=scale)
+def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scores: ScoreOptions) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = _aten._scaled_dot_product_cudnn_attention.default(
+        q, k, v, None, True, 0.0, causal, scale=scores.scale
+    )
     return out, lse.reshape(q.shape[:3])
 
 
@@ -99,9 +103,9 @@ def cudnn_backward(
     out: Tensor,
     lse: Tensor,
     causal: bool,
-    scale: float,
+    scores: ScoreOptions,
     needs: Needs,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+) -> Gradients:
     state = _no_dropout_state(q, torch.int64)
     dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward.default(
         grad_out,
@@ -119,7 +123,7 @@ def cudnn_backward(
         k.shape[2],
         0.0,
         causal,
-        scale=scale,
+        scale=scores.scale,
     )
     return dq, dk, dv
 

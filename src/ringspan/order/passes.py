@@ -13,7 +13,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from ringspan.geometry import Branch, Documents, Full, Pattern
+from ringspan.geometry import Dilated, Documents, Full, Pattern, PatternSum, SegmentBranch, Window
 from ringspan.layout import Layout
 from ringspan.order.base import Order, places_of, rows_and_places, select_rows
 
@@ -54,38 +54,53 @@ def passes(pattern: Pattern, order: Order | None, causal: bool) -> tuple[Pass, .
 
     Without causality, all branches see the rows along the curve. With it, a query sees the keys that its branch selects
     along the curve and that are not later in the sequence. Each branch therefore needs the rows of each selected set in
-    sequence order, so that its tiles are triangles again.
+    sequence order, so that its tiles are triangles again. A window along the curve has no such sets: it is refused.
 
     >>> from ringspan import Dilated, Hilbert
     >>> [one.pattern.segment_lengths for one in passes(Dilated((8, 64, 96), (1, 1, 2)), Hilbert.folded(32), True)]
     [(64,), (8,), (96,)]
     """
-    if order is None or isinstance(pattern, Full):
-        return (Pass(pattern, None, causal),)  # all rows are the same set in any order
-    branches = range(len(pattern.segment_lengths))
-    untouched = [i for i in branches if _is_untouched(pattern.branches(0)[i], order.period)]
-    if len(untouched) == len(branches):
+    if order is None:
+        return (Pass(pattern, None, causal),)
+    branches = _single_branches(pattern)
+    untouched = [one for one in branches if _is_untouched(one, order.period)]
+    moved = [one for one in branches if one not in untouched]
+    if not moved:
         return (Pass(pattern, None, causal),)
     if not causal:
         return (Pass(pattern, order, causal),)
-    groups = [untouched] if untouched else []
-    return tuple(
-        Pass(
-            replace(
-                pattern,
-                segment_lengths=tuple(pattern.segment_lengths[i] for i in chosen),
-                dilation_rates=tuple(pattern.dilation_rates[i] for i in chosen),
-            ),
-            None if chosen is untouched else order,
-            causal,
-        )
-        for chosen in [*groups, *([i] for i in branches if i not in untouched)]
-    )
+    for one in moved:
+        if isinstance(one, Window):
+            raise ValueError(
+                f"pattern {one.text} with order={order!r} and causal=True: a window along the curve is not a window of "
+                "the sequence, so causality would cut it row by row. Omit order= or the window, or set causal=False"
+            )
+    together = [] if not untouched else [Pass(_sum(untouched), None, causal)]
+    return (*together, *(Pass(one, order, causal) for one in moved))
 
 
-def _is_untouched(branch: Branch, period: int) -> bool:
-    """Whether a branch selects the same sets in any order that moves rows only within periods."""
-    return branch.rate == 1 and branch.segment_length % period == 0 and branch.shift % period == 0
+def _single_branches(pattern: Pattern) -> list[Pattern]:
+    """Patterns with one branch each, whose sum is the pattern."""
+    found: list[Pattern] = []
+    for part in pattern.parts:
+        if isinstance(part, Dilated):
+            pairs = zip(part.segment_lengths, part.dilation_rates, strict=True)
+            found += [replace(part, segment_lengths=(w,), dilation_rates=(r,)) for w, r in pairs]
+        else:
+            found.append(part)
+    return found
+
+
+def _sum(patterns: list[Pattern]) -> Pattern:
+    return patterns[0] if len(patterns) == 1 else PatternSum(tuple(patterns))
+
+
+def _is_untouched(pattern: Pattern, period: int) -> bool:
+    """Whether a pattern of one branch selects the same sets in any order that moves rows only within periods."""
+    if isinstance(pattern, Dilated):
+        (length,), (rate,) = pattern.segment_lengths, pattern.dilation_rates
+        return rate == 1 and length % period == 0 and pattern.shift % length % period == 0
+    return isinstance(pattern, Full)  # all rows are the same set in any order
 
 
 def check_fits(order: Order, documents: Documents, layout: Layout, *, moves: bool = True) -> None:
@@ -116,18 +131,20 @@ def _arrangement(one: Pass, documents: Documents, layout: Layout, rank: int, dev
             if first < last:
                 rows, _ = rows_and_places(one.order, last - first, device)
                 if one.causal:
-                    rows = _sorted_in_sets(rows, first - start, one.pattern.branches(stop - start)[0])
+                    (branch,) = one.pattern.branches(stop - start)
+                    assert isinstance(branch, SegmentBranch)
+                    rows = _sorted_in_sets(rows, first - start, branch)
                 ranges.append(rows + (span.local + first - span.start))
     rows = torch.cat(ranges)
     return Arrangement(rows, places_of(rows))
 
 
-def _sorted_in_sets(rows: Tensor, first: int, branch: Branch) -> Tensor:
+def _sorted_in_sets(rows: Tensor, first: int, branch: SegmentBranch) -> Tensor:
     """Sort each selected set of a branch among rows along a curve, whose first one has position ``first``.
 
     Handles all offsets at once: the sets of all heads together are all rows.
 
-    >>> _sorted_in_sets(torch.tensor([3, 1, 2, 0]), 0, Branch(4, 2)).tolist()
+    >>> _sorted_in_sets(torch.tensor([3, 1, 2, 0]), 0, SegmentBranch(4, 2)).tolist()
     [2, 0, 3, 1]
     """
     place = torch.arange(first, first + len(rows), device=rows.device) + branch.shift

@@ -3,12 +3,10 @@
 Uses no tensors, devices or process groups.
 """
 
-from ringspan.planning.cost import RankMemory, RingPlan, TensorSizes
-from ringspan.planning.parcels import Message, Packing, Parcel
+from ringspan.planning.cost import RankMemory, Reach, RingPlan, TensorSizes, find_reach
 from ringspan.planning.rank import Hop, RankPlan, plan_rank
-from ringspan.planning.reach import Reach, find_reach
 from ringspan.planning.routes import ByNode, Routing, check_routing, packing_from_sequence
-from ringspan.planning.tiles import Tile
+from ringspan.planning.tiles import Message, Packing, Parcel, Tile, parcel_lanes
 
 __all__ = [
     "ByNode",
@@ -26,5 +24,6 @@ __all__ = [
     "check_routing",
     "find_reach",
     "packing_from_sequence",
+    "parcel_lanes",
     "plan_rank",
 ]

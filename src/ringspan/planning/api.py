@@ -6,12 +6,12 @@ from typing import get_args
 
 import torch
 
-from ringspan.geometry import Dilated, Documents, Full, Pattern
+from ringspan.geometry import Documents, Pattern
 from ringspan.kernels import accumulation_dtype
 from ringspan.layout import Layout, LayoutName
 from ringspan.planning import RingPlan, Routing, TensorSizes, check_routing
 from ringspan.planning.breakeven import ASSUMED_RATES, DeviceRates, LayoutAdvice, advise_layout
-from ringspan.validation import Lengths, document_lengths
+from ringspan.validation import Lengths, check_pattern, document_lengths
 
 
 def plan(
@@ -40,13 +40,12 @@ def plan(
     >>> ring.bytes_sent(0), ring.bytes_sent(1)
     (4194304, 0)
     """
-    if not isinstance(pattern, (Full, Dilated)):
-        raise TypeError(f"pattern={pattern!r}: must be Dilated(segment_lengths, dilation_rates) or Full()")
     check_routing(routing)
     packed = document_lengths(lengths, cu_seqlens, seq_len)
     documents = Documents((seq_len,) if packed is None else packed)
     documents.check_rows(seq_len)
     kv_heads = heads if kv_heads is None else kv_heads
+    check_pattern(pattern, kv_heads)
     sizes = TensorSizes(batch, heads, kv_heads, head_dim, dtype.itemsize, accumulation_dtype(dtype).itemsize)
     return RingPlan(pattern, documents, Layout(layout, seq_len, ring_size), causal, routing, sizes)
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from ringspan.geometry import Documents, Pattern
 from ringspan.layout import Layout, LayoutName
 from ringspan.planning.cost import RingPlan
-from ringspan.planning.parcels import Message
 from ringspan.planning.rank import Hop
+from ringspan.planning.tiles import Message
 
 FORWARD_FLOPS = 4  # per (query, key) pair and element of a head: two products, each a multiply and an add
 BACKWARD_FLOPS = 10  # five products

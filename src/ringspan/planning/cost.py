@@ -1,21 +1,21 @@
-"""What a plan costs: bytes, work, balance and memory of each rank, computed from integers.
+"""What a plan costs: bytes, work, balance and memory of each rank, and how far a token reaches, from integers.
 
 `rs.plan` returns a `RingPlan`; printing it gives a table.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from ringspan.geometry import Documents, Pattern
-from ringspan.layout import Layout
-from ringspan.planning.parcels import Message, Parcel
+from ringspan.geometry import Branch, Documents, Pattern, SegmentBranch, WindowBranch
+from ringspan.layout import Layout, RankSpan
 from ringspan.planning.rank import Hop, RankPlan, plan_rank
-from ringspan.planning.reach import Reach, find_reach
-from ringspan.planning.routes import Routing, node_of
+from ringspan.planning.routes import Routing, node_of, shared_window
+from ringspan.planning.tiles import Message, Parcel
 
 _MOST_RANKS_SAMPLED = 64  # in a larger ring: both ends and an even sample between
 _MOST_TABLE_ROWS = 16
@@ -60,6 +60,33 @@ class RankMemory:
     @property
     def total(self) -> int:
         return self.rows + self.parcels
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """``longest`` is the most rows from the first to the last key that a query sees, in a document of ``tokens`` rows.
+
+    ``crossing`` has the length of the segments or windows of each branch that sends rows between ranks; if empty, the
+    ring sends nothing.
+    """
+
+    tokens: int
+    ring_size: int
+    longest: int
+    crossing: tuple[int, ...]
+
+    def __str__(self) -> str:
+        seen = (
+            f"all {self.tokens:,} tokens"
+            if self.longest == self.tokens
+            else f"at most {self.longest:,} of {self.tokens:,} tokens"
+        )
+        if self.ring_size > 1 and not self.crossing:
+            return f"No branch crosses ranks, so nothing is sent; a token reaches {seen}."
+        if self.ring_size > 1:
+            lengths = ", ".join(f"{w:,}" for w in dict.fromkeys(self.crossing))
+            return f"A token reaches {seen}; branches of {lengths} rows cross ranks."
+        return f"A token reaches {seen}."
 
 
 @dataclass(frozen=True)
@@ -111,7 +138,7 @@ class RingPlan:
     @cached_property
     def reach(self) -> Reach:
         """The longest distance between a query and its keys, and which segments cross ranks."""
-        return find_reach(self.pattern, self.documents, self.layout, self.sizes.kv_heads)
+        return find_reach(self.pattern, self.documents, self.layout, self.sizes.kv_heads, self.causal)
 
     @cached_property
     def sample(self) -> Sequence[int]:
@@ -255,3 +282,61 @@ def traffic(plan: RingPlan, ranks_per_node: int, *, backward: bool = False) -> T
                 else:
                     parcels_across += size
     return Traffic(inside, parcels_across, gradients_across)
+
+
+def find_reach(pattern: Pattern, documents: Documents, layout: Layout, kv_heads: int, causal: bool = False) -> Reach:
+    """The reach of a pattern on a ring. Exact for the layout; takes one step per border between ranks.
+
+    >>> from ringspan.geometry import Dilated
+    >>> print(find_reach(Dilated((4, 8), (1, 2)), Documents((32,)), Layout("contiguous", 32, 4), kv_heads=2))
+    No branch crosses ranks, so nothing is sent; a token reaches at most 8 of 32 tokens.
+    >>> print(find_reach(Dilated((4, 8), (1, 2)), Documents((32,)), Layout("zigzag", 32, 4), kv_heads=2))
+    A token reaches at most 8 of 32 tokens; branches of 8 rows cross ranks.
+    """
+    tokens = max(documents.lengths, default=0)
+    parts = list(layout.rank_spans(0, layout.rows))
+    reaches = [min(_seen(branch, causal).reach, tokens) for branch in pattern.branches(tokens)]
+    crossing = [w for i, w in enumerate(reaches) if _crosses(i, pattern, documents, layout, parts, kv_heads, causal)]
+    return Reach(tokens, layout.ring_size, max(reaches), tuple(crossing))
+
+
+def _seen(branch: Branch, causal: bool) -> Branch:
+    return branch.up_to_own_row() if causal and isinstance(branch, WindowBranch) else branch
+
+
+def _crosses(
+    i: int, pattern: Pattern, documents: Documents, layout: Layout, parts: list[RankSpan], kv_heads: int, causal: bool
+) -> bool:
+    """Whether branch ``i`` sends rows between ranks.
+
+    If two rows of one segment and head are on different ranks, so are two adjacent selected rows, with a border between
+    them.
+    """
+    borders = [part.start for part in parts]
+    spans = list(documents.spans())
+    firsts = [start for start, _ in spans]
+    for border in borders[1:]:
+        start, stop = spans[bisect_right(firsts, border) - 1]
+        branch = _seen(pattern.branches(stop - start, kv_heads)[i], causal)
+        if isinstance(branch, WindowBranch):
+            if branch.reach == 1:
+                continue
+            shared = shared_window(i, branch, kv_heads, (start, stop), layout)
+            if any(shared.strips(number) for number in range(len(shared.spans))):
+                return True
+            continue
+        for offset in set(branch.offsets):
+            pair = _around(border, branch, offset, start, stop)
+            if pair and len({parts[bisect_right(borders, row) - 1].rank for row in pair}) == 2:
+                return True
+    return False
+
+
+def _around(border: int, branch: SegmentBranch, offset: int, start: int, stop: int) -> tuple[int, int] | None:
+    """The last selected row before a border and the first one after it, or None if they are in different segments."""
+    phase = (border - start + branch.shift) % branch.segment_length
+    segment = border - phase
+    after = border + (offset - phase) % branch.rate
+    before = after - branch.rate
+    inside = before >= max(segment, start) and after < min(segment + branch.segment_length, stop)
+    return (before, after) if inside else None

@@ -1,20 +1,55 @@
-"""Tiles: the unit of computation, a comb of query rows against a comb of key rows.
+"""Tiles, the unit of computation, and parcels, the unit of communication.
 
-A tile is either full, or square and causal, and each of its query rows sees at least one key. So no tile needs a mask.
+A tile is a comb of query rows against a comb of key rows: full, or square and triangular, and each of its query rows
+sees at least one key. So no tile needs a mask tensor. A parcel holds K/V rows of one rank, already dilated, packed into
+one message: the rows of KV head 0, then those of KV head 1, and so on. The rows of adjacent heads with equal counts are
+therefore a comb of the parcel, as they are a comb of the tensor they come from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
-from ringspan.geometry import Comb
-from ringspan.planning.parcels import Parcel
+from ringspan.geometry import Comb, Lane, Mask, group_heads
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Parcel:
+    """Identified by its branch and first row, so that all ranks derive the same identity.
+
+    ``rows`` counts (row, head) pairs: the parcel holds that many rows of K and as many of V.
+    """
+
+    branch: int
+    start: int
+    owner: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How to fill a parcel: pairs of combs, (rows of the rank, rows of the parcel).
+
+    The parcel's gradient is added to the rank's gradients through the same pairs.
+    """
+
+    parcel: Parcel
+    combs: tuple[tuple[Comb, Comb], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A parcel sent to, or received from, ``peer``."""
+
+    parcel: Parcel
+    peer: int
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Query rows against key rows of the same KV heads; if ``causal``, row i sees keys 0 .. i.
+    """Query rows against key rows of the same KV heads; ``mask`` says which keys a row sees.
 
     The keys are the rank's own rows or, if ``parcel`` is given, rows of that parcel. A ``fresh`` tile is the first in
     the plan for all of its query rows: its result is stored, not merged.
@@ -22,45 +57,66 @@ class Tile:
 
     queries: Comb
     keys: Comb
-    causal: bool
+    mask: Mask
     parcel: Parcel | None = None
     fresh: bool = False
 
     @property
     def pairs(self) -> int:
         """The number of (query, key) pairs in the tile, over its KV heads."""
-        if self.causal:
-            per_segment = self.queries.rows * (self.queries.rows + 1) // 2
-        else:
+        if self.mask == "full":
             per_segment = self.queries.rows * self.keys.rows
+        else:
+            per_segment = self.queries.rows * (self.queries.rows + 1) // 2
         return self.queries.heads * self.queries.segments * per_segment
 
 
+def parcel_lanes(lanes: Sequence[Lane]) -> list[Lane]:
+    """The rows of each head in the parcel that is packed from these lanes."""
+    ends = list(accumulate(lane.rows for lane in lanes))
+    return [Lane(end - lane.rows, lane.rows, 1) for lane, end in zip(lanes, ends, strict=True)]
+
+
+def make_packing(parcel: Parcel, lanes: Sequence[Lane]) -> Packing:
+    """How to fill the parcel from the rank's own rows ``lanes``."""
+    return Packing(parcel, tuple((own, packed) for own, packed in group_heads(lanes, parcel_lanes(lanes))))
+
+
 def fuse_equal_segments(tiles: Iterable[Tile]) -> Iterator[Tile]:
-    """Join single segments of equal shape at constant distances into one tile, such as those of equal documents."""
-    alike: dict[Tile, list[int]] = {}
+    """Join single segments of equal shape at constant distances into one tile, such as those of equal documents.
+
+    Only own rows, and only where neither queries nor keys of two segments overlap: gradients are added in place.
+    """
+    alike: dict[tuple[Tile, int], list[int]] = {}
     for tile in tiles:
-        if tile.queries.segments > 1 or tile.queries != tile.keys or tile.parcel is not None:
+        if tile.queries.segments > 1 or tile.parcel is not None:
             yield tile
         else:
-            shape = replace(tile.queries, start=0)
-            alike.setdefault(replace(tile, queries=shape, keys=shape), []).append(tile.queries.start)
-    for tile, starts in alike.items():
-        for start, segments, stride in _runs(starts):
-            comb = replace(tile.queries, start=start, segments=segments, stride=stride)
-            yield replace(tile, queries=comb, keys=comb)
+            start, distance = tile.queries.start, tile.keys.start - tile.queries.start
+            shape = replace(tile, queries=replace(tile.queries, start=0), keys=replace(tile.keys, start=0))
+            alike.setdefault((shape, distance), []).append(start)
+    for (tile, distance), starts in alike.items():
+        for start, segments, stride in _runs(starts, max(_extent(tile.queries), _extent(tile.keys))):
+            queries = replace(tile.queries, start=start, segments=segments, stride=stride)
+            keys = replace(tile.keys, start=start + distance, segments=segments, stride=stride)
+            yield replace(tile, queries=queries, keys=keys)
 
 
-def _runs(starts: list[int]) -> Iterator[tuple[int, int, int]]:
-    """Split rising numbers into runs (first, count, distance).
+def _extent(comb: Comb) -> int:
+    """Rows from the first to the last of a comb with one segment."""
+    return (comb.rows - 1) * comb.step + 1 + (comb.heads - 1) * comb.head_step
 
-    >>> list(_runs([0, 5, 10, 12]))
+
+def _runs(starts: list[int], least: int) -> Iterator[tuple[int, int, int]]:
+    """Split rising numbers into runs (first, count, distance) of equal distances, each at least ``least``.
+
+    >>> list(_runs([0, 5, 10, 12], 3))
     [(0, 3, 5), (12, 1, 0)]
     """
     first = 0
     while first < len(starts):
         last = first + 1
-        while last < len(starts) and starts[last] - starts[last - 1] == starts[first + 1] - starts[first]:
+        while last < len(starts) and starts[last] - starts[last - 1] == starts[first + 1] - starts[first] >= least:
             last += 1
         yield starts[first], last - first, starts[first + 1] - starts[first] if last > first + 1 else 0
         first = last

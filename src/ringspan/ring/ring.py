@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ringspan.layout import Layout, LayoutName, check_layout_name
 from ringspan.planning import Routing, check_routing
 from ringspan.ring.agreement import by_value, check_agreement, exchange_metadata
-from ringspan.ring.backend import Metadata, register_ring
-from ringspan.ring.sharding import GatherRows, take_rows
+from ringspan.ring.backend import GatherRows, Metadata, register_ring, take_rows
 from ringspan.ring.transport import Counters, GroupTransport, RingError, Transport
 
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from ringspan.geometry import as_int
 from ringspan.layout import Layout, LayoutName, check_layout_name
 from ringspan.planning import Routing, check_routing
-from ringspan.ring.backend import Metadata, register_ring
-from ringspan.ring.sharding import join_rows, take_rows
+from ringspan.ring.backend import Metadata, join_rows, register_ring, take_rows
 from ringspan.ring.transport import Counters, Messages, RingError, Transport
 
 

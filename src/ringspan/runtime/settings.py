@@ -1,4 +1,7 @@
-"""Settings as dataclasses: each field carries its help text; wrong types and unknown names are errors."""
+"""Settings as dataclasses, and the errors that users see: invalid values, runs that cannot start, missing packages.
+
+Each field carries its help text; wrong types and unknown names are errors.
+"""
 
 from __future__ import annotations
 
@@ -69,3 +72,21 @@ def settings_from_json(settings: type, text: str) -> dict[str, Any]:
     if unknown:
         raise ValueError(f"unknown settings {', '.join(unknown)}: the known ones are {', '.join(sorted(known))}")
     return values
+
+
+def install_command(extra: str) -> str:
+    """The command that installs an extra of pyproject.toml; run it in a clone of ringspan.
+
+    >>> install_command("cli")
+    "pip install -c constraints.txt -e '.[cli]'"
+    """
+    return f"pip install -c constraints.txt -e '.[{extra}]'"
+
+
+def missing_package(what: str, package: str | None, extra: str) -> str:
+    """The error message for a feature whose package is not installed.
+
+    >>> missing_package("--draw", "matplotlib", "plot")
+    "--draw needs matplotlib: in your clone of ringspan, run pip install -c constraints.txt -e '.[plot]'"
+    """
+    return f"{what} needs {package}: in your clone of ringspan, run {install_command(extra)}"

@@ -10,11 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ringspan.engine import Gradients, run_backward, run_forward
+from ringspan.engine import run_backward, run_forward
 from ringspan.geometry import Pattern, as_int
 from ringspan.kernels import accumulation_dtype
-from ringspan.kernels.kernel import Needs
+from ringspan.kernels.kernel import Gradients, Needs
 from ringspan.planning import RankPlan
+from ringspan.softmax import merge_sinks_
 from ringspan.streaming.job import (
     Job,
     RunProgress,
@@ -27,9 +28,9 @@ from ringspan.streaming.job import (
 )
 from ringspan.streaming.sinks import Sink
 from ringspan.streaming.sources import GRADIENTS, OUTPUTS, Source
-from ringspan.streaming.spool import Spool
 from ringspan.streaming.transport import (
     SourceTransport,
+    Spool,
     backward_transfers,
     forward_transfers,
     run_pipeline,
@@ -46,6 +47,8 @@ def stream_attention(
     *,
     causal: bool = False,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     lengths: Lengths | None = None,
     cu_seqlens: Lengths | None = None,
     budget_bytes: int = 4 * 2**30,
@@ -63,7 +66,8 @@ def stream_attention(
             `open_safetensors`, `CallableSource`, or any `Source`.
         sink: receives rows of "out" and "lse": `TensorRows`, `create_numpy`, `create_safetensors`, `CallbackSink`, or
             any `Sink`.
-        pattern, causal, scale, lengths, cu_seqlens, kernel: as for `ringspan.attention`.
+        pattern, causal, scale, softcap, lengths, cu_seqlens, kernel: as for `ringspan.attention`.
+        sinks: (heads,), as for `ringspan.attention`.
         budget_bytes: how much memory the run may use in addition to what the process already holds.
         shards: the number of shards. Default: the fewest that fit the budget.
         only: compute only these shards. Shards depend on nothing but the source, so machines can share them.
@@ -82,7 +86,7 @@ def stream_attention(
     True
     """
     path = None if progress is None else Path(progress)
-    options = StreamOptions(causal, scale, lengths, cu_seqlens, budget_bytes, shards, device, kernel)
+    options = StreamOptions(causal, scale, softcap, sinks, lengths, cu_seqlens, budget_bytes, shards, device, kernel)
     job = make_job(source, seq_len, pattern, options, progress=path, backward=False)
     wanted = list(job.shards) if only is None else [as_int("only", shard) for shard in only]
     for shard in wanted:
@@ -97,7 +101,9 @@ def stream_attention(
         plan = without_sends(job.plan.rank(shard))
         transport = SourceTransport(source, job.packing_of, forward_transfers(plan), parcel_reader, job.counters)
         with torch.no_grad(), reporter.counting_parcels(shard):
-            out, lse = run_forward(plan, transport, *rows, scale=job.scale, kernel=job.kernel)
+            out, lse = run_forward(plan, transport, *rows, scores=job.scores, kernel=job.kernel)
+            if job.sinks is not None:
+                merge_sinks_(out, lse, job.sinks)
             return out.to(source.shape.dtype), lse
 
     def write(shard: int, results: tuple[Tensor, Tensor]) -> None:
@@ -120,6 +126,8 @@ def stream_backward(
     folder: Path | str,
     causal: bool = False,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     lengths: Lengths | None = None,
     cu_seqlens: Lengths | None = None,
     budget_bytes: int = 4 * 2**30,
@@ -134,11 +142,11 @@ def stream_backward(
     ``"grad_out"``. The folder holds the progress file, so that the run can be interrupted, and the spool: for each
     parcel, and each shard that uses it, as many rows in the accumulation dtype. That is what a ring with
     ``routing="direct"`` returns to the owners. Delete the folder after the run. All other arguments are as for
-    `stream_attention`.
+    `stream_attention`. The gradient of the sinks is not computed.
     """
     folder = Path(folder)
     path = folder / "progress.jsonl"
-    options = StreamOptions(causal, scale, lengths, cu_seqlens, budget_bytes, shards, device, kernel)
+    options = StreamOptions(causal, scale, softcap, sinks, lengths, cu_seqlens, budget_bytes, shards, device, kernel)
     job = make_job(source, seq_len, pattern, options, progress=path, backward=True)
     check_sink(sink, backward=True)
     state = RunProgress(path, job.settings("stream_backward", sink), job.fingerprint)
@@ -199,7 +207,7 @@ def _run_pass(
         grad_out, *others = rows
         with torch.no_grad(), reporter.counting_parcels(shard):
             wide = run_backward(
-                plan, transport, grad_out, None, *others, scale=job.scale, kernel=job.kernel, needs=which.needs
+                plan, transport, grad_out, None, *others, scores=job.scores, kernel=job.kernel, needs=which.needs
             )
             dq, dk, dv = (None if x is None else x.to(dtype) for x in wide)
         store.flush()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ringspan.engine import WORKSPACE_BYTES
 from ringspan.geometry import Pattern, as_int
-from ringspan.kernels import Kernel
+from ringspan.kernels import Kernel, ScoreOptions
 from ringspan.planning import Packing, Parcel, RingPlan, packing_from_sequence
 from ringspan.planning.api import plan
 from ringspan.ring.transport import Counters
@@ -38,7 +38,7 @@ from ringspan.streaming.sources import (
     sampled_rows,
     seq_dim,
 )
-from ringspan.validation import Lengths, check_pattern, document_lengths, kernel_for, scale_for
+from ringspan.validation import Lengths, check_pattern, document_lengths, kernel_for, scale_for, softcap_for
 
 ENOUGH_TO_OVERLAP = 16  # shards: the first read and the last write, which overlap with nothing, then cost little
 MIN_ROWS_TO_OVERLAP = 2**17  # per shard: with fewer, the cost of each hop exceeds the gain from overlapping
@@ -52,6 +52,8 @@ class StreamOptions:
 
     causal: bool = False
     scale: float | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
     lengths: Lengths | None = None
     cu_seqlens: Lengths | None = None
     budget_bytes: int = 4 * 2**30
@@ -67,7 +69,8 @@ class Job:
     source: Source
     names: tuple[str, ...]
     plan: RingPlan
-    scale: float
+    scores: ScoreOptions
+    sinks: Tensor | None
     kernel: Kernel
     device: torch.device
     counters: Counters
@@ -123,7 +126,9 @@ class Job:
             "shards": len(self.shards),
             "rows": str(self.source.shape),
             "sink": type(sink).__name__,
-            "scale": self.scale,
+            "scale": self.scores.scale,
+            "softcap": self.scores.softcap,
+            "sinks": None if self.sinks is None else self.sinks.tolist(),
             "kernel": self.kernel.name,
         }
 
@@ -141,8 +146,14 @@ def make_job(
     if torch.is_autocast_enabled(device.type):
         raise ValueError("torch.autocast is on: streaming computes in the dtype of the source; exit autocast first")
     like_q = torch.empty(0, shape.head_dim, dtype=shape.dtype, device=device)
-    kernel, scale = kernel_for(options.kernel, like_q), scale_for(options.scale, like_q)
+    scores = ScoreOptions(scale_for(options.scale, like_q), softcap_for(options.softcap, like_q))
+    kernel = kernel_for(options.kernel, like_q, scores.softcap)
     check_pattern(pattern, shape.kv_heads)
+    sinks = None if options.sinks is None else options.sinks.detach().to(device)
+    if sinks is not None and sinks.shape != (shape.heads,):
+        raise ValueError(
+            f"sinks has shape {tuple(sinks.shape)}: streaming takes ({shape.heads},), one logit per query head"
+        )
     shards, budget_bytes = options.shards, options.budget_bytes
     if shards is not None and not 1 <= as_int("shards", shards) <= seq_len:
         raise ValueError(f"shards={shards}: must be in 1 .. {seq_len}, so that each has rows")
@@ -175,7 +186,7 @@ def make_job(
             f"shards={shards}: a run would hold {needed:,} bytes, more than budget_bytes={budget_bytes:,}; {way_out}"
         )
     names = ("grad_out", *INPUTS, *OUTPUTS) if backward else INPUTS
-    return Job(source, names, plan_with(shards), scale, kernel, device, Counters())
+    return Job(source, names, plan_with(shards), scores, sinks, kernel, device, Counters())
 
 
 def fewest_shards(plan_with: Callable[[int], RingPlan], workspace: int, budget_bytes: int, *, backward: bool) -> int:

@@ -36,7 +36,7 @@ class DemonstrationSettings:
     causal: bool = True
     heads: int = 2
     kv_heads: int = 2
-    dim: int = 32
+    head_dim: int = 32
     dtype: str = "float32"
     seed: int = 0
     budget_bytes: int = 8 * 2**30  # of the whole process
@@ -108,7 +108,7 @@ def demonstrate(
     ``on_spot_check`` receives the number of positions that will be recomputed; ``on_position`` is called after each.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    shape = RowShape(settings.heads, settings.kv_heads, settings.dim, getattr(torch, settings.dtype))
+    shape = RowShape(settings.heads, settings.kv_heads, settings.head_dim, getattr(torch, settings.dtype))
     source = SyntheticSource(shape, settings.seed)
     job = _job(settings, source, folder)
     strata = draw_strata(job.plan, anywhere=settings.anywhere, each=settings.each, seed=settings.seed)
@@ -131,7 +131,7 @@ def demonstrate(
         on_shard=shard_done,
     )
     on_spot_check(len({position for stratum in strata for position in stratum.positions}))
-    checked = spot_check(source, sink, job.plan, strata, scale=job.scale, on_position=on_position)
+    checked = spot_check(source, sink, job.plan, strata, scale=job.scores.scale, on_position=on_position)
     lines = read_journal(log.path)
     found = Demonstration(
         settings,

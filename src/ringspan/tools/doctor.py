@@ -23,7 +23,7 @@ from ringspan.api import attention
 from ringspan.geometry import Dilated, Pattern
 from ringspan.kernels import choose
 from ringspan.oracle import dense_attention
-from ringspan.runtime.extras import install_command
+from ringspan.runtime.settings import install_command
 from ringspan.tools.measure import describe_machine
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ringspan.geometry import Dilated, Pattern
+from ringspan.geometry import Dilated, Pattern, SegmentBranch
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 _MASK_ROWS = 512  # rows of a mask that are computed at a time
@@ -39,10 +39,11 @@ def log_counts(pattern: Pattern, n: int, heads: int, *, causal: bool, dtype: tor
         for start in range(0, n, _MASK_ROWS):
             stop = min(n, start + _MASK_ROWS)
             count = torch.zeros(stop - start, n, dtype=torch.promote_types(dtype, torch.float32))
-            for branch in pattern.branches(n):
+            for branch in pattern.branches(n, heads):
+                assert isinstance(branch, SegmentBranch)
                 x = torch.arange(n) + branch.shift
                 segment = x // branch.segment_length
-                chosen = x % branch.segment_length % branch.rate == pattern.offsets(branch.rate, heads)[head]
+                chosen = x % branch.segment_length % branch.rate == branch.offsets[head]
                 count += (segment[start:stop, None] == segment) & chosen[start:stop, None] & chosen
             if causal:
                 count *= torch.arange(n) <= torch.arange(start, stop)[:, None]

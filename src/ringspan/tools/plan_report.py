@@ -1,31 +1,44 @@
-"""What `ringspan plan` reports: the plan of a ring in each layout, and its costs per rank. Does not import torch."""
+"""What `ringspan plan` reports: the plan of a ring in each layout, its costs per rank, and the rates of its time model.
+
+Rates are given by the user, measured on this machine, or assumed. Measuring takes a few seconds: attention on one CPU
+thread, and messages between two local processes. torch is imported only for that.
+"""
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ringspan.geometry import Documents, Pattern
+from ringspan.geometry import Documents, Pattern, WindowBranch
 from ringspan.layout import Layout, LayoutName
 from ringspan.planning import RankMemory, RingPlan, Routing, TensorSizes, check_routing
-from ringspan.planning.breakeven import BreakEven, LayoutAdvice
+from ringspan.planning.breakeven import ASSUMED_RATES, FORWARD_FLOPS, BreakEven, DeviceRates, LayoutAdvice
 from ringspan.tools.pages import Rows, Table
-from ringspan.tools.rates import KnownRates
 
 NUMBER_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 MOST_RANKS_LISTED = 16
+_LARGE_BYTES, _LARGE_ROUNDS = 16 * 2**20, 10
+_SMALL_BYTES, _SMALL_ROUNDS = 8, 300
+_TILES, _TILE_ROWS = 4, 512
+_TIMEOUT_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class RankCosts:
-    """What one rank computes, sends and holds. ``share`` is its work divided by an even share: 1 is perfect balance."""
+    """What one rank computes, sends and holds. ``share`` is its work divided by an even share: 1 is perfect balance.
+
+    ``halo_rows`` is the number of K/V rows, per KV head, that it receives for its windows.
+    """
 
     rank: int
     rows: int
     tiles: int
     hops: int
     parcels_received: int
+    halo_rows: int
     sent_forward: int
     sent_backward: int
     work: int
@@ -73,7 +86,7 @@ def make_plans(
     batch: int,
     heads: int,
     kv_heads: int,
-    dim: int,
+    head_dim: int,
     dtype: str,
 ) -> dict[LayoutName, RingPlan]:
     """`rs.plan` for each layout, with the name of a dtype instead of a torch dtype.
@@ -81,7 +94,7 @@ def make_plans(
     >>> from ringspan.geometry import Full
     >>> plans = make_plans(
     ...     Full(), 4096, 4, ("contiguous",), causal=True, routing="relay",
-    ...     batch=1, heads=8, kv_heads=8, dim=64, dtype="float32",
+    ...     batch=1, heads=8, kv_heads=8, head_dim=64, dtype="float32",
     ... )
     >>> plans["contiguous"].bytes_sent(0)
     4194304
@@ -90,7 +103,7 @@ def make_plans(
         raise ValueError(f"dtype={dtype!r}: must be one of {', '.join(NUMBER_BYTES)}")
     check_routing(routing)
     accumulated = "float64" if dtype == "float64" else "float32"
-    sizes = TensorSizes(batch, heads, kv_heads, dim, NUMBER_BYTES[dtype], NUMBER_BYTES[accumulated])
+    sizes = TensorSizes(batch, heads, kv_heads, head_dim, NUMBER_BYTES[dtype], NUMBER_BYTES[accumulated])
     documents = Documents((tokens,))
     return {
         name: RingPlan(pattern, documents, Layout(name, tokens, ring_size), causal, routing, sizes) for name in layouts
@@ -117,6 +130,7 @@ def _rank_costs(plan: RingPlan, rank: int, even_share: float) -> RankCosts:
         tiles=len(own.tiles),
         hops=len(own.hops) - 1,
         parcels_received=sum(len(hop.receives) for hop in own.hops),
+        halo_rows=_halo_rows(plan, rank),
         sent_forward=plan.bytes_sent(rank),
         sent_backward=plan.bytes_sent(rank, backward=True),
         work=plan.work(rank),
@@ -124,6 +138,17 @@ def _rank_costs(plan: RingPlan, rank: int, even_share: float) -> RankCosts:
         memory_forward=plan.memory(rank),
         memory_backward=plan.memory(rank, backward=True),
     )
+
+
+def _halo_rows(plan: RingPlan, rank: int) -> int:
+    received = [message.parcel for hop in plan.rank(rank).hops for message in hop.receives]
+    return sum(parcel.rows for parcel in received if parcel.branch in _windows(plan)) // plan.sizes.kv_heads
+
+
+def _windows(plan: RingPlan) -> list[int]:
+    """The numbers of the branches that are windows."""
+    branches = plan.pattern.branches(plan.layout.rows)
+    return [number for number, branch in enumerate(branches) if isinstance(branch, WindowBranch)]
 
 
 def headline(plan: RingPlan, dtype: str) -> str:
@@ -151,6 +176,8 @@ def side_by_side(costs: Mapping[LayoutName, LayoutCosts]) -> Table:
     line("tiles", lambda ranks: f"{max(rank.tiles for rank in ranks):,}")
     line("hops", lambda ranks: f"{max(rank.hops for rank in ranks):,}")
     line("parcels received", lambda ranks: f"{max(rank.parcels_received for rank in ranks):,}")
+    if _windows(some.plan):
+        line("halo rows received", lambda ranks: f"{max(rank.halo_rows for rank in ranks):,}")
     line("sent forward, MiB", lambda ranks: _mebi(max(rank.sent_forward for rank in ranks)))
     line("sent backward, MiB", lambda ranks: _mebi(max(rank.sent_backward for rank in ranks)))
     line("work, pairs", lambda ranks: f"{max(rank.work for rank in ranks):.4g}")
@@ -282,3 +309,104 @@ def _mebi(count: int) -> str:
 
 def _times(factor: float) -> str:
     return f"{factor:.2f} x" if factor < 10 else f"{factor:,.0f} x"
+
+
+@dataclass(frozen=True, slots=True)
+class LinkRates:
+    """The link between two local processes: bytes/s each way at the same time, and the latency of a hop in seconds."""
+
+    bandwidth: float
+    latency: float
+
+
+@dataclass(frozen=True, slots=True)
+class KnownRates:
+    """Rates, and the source of each: given, measured here, or assumed."""
+
+    rates: DeviceRates
+    sources: dict[str, str]
+
+    def __str__(self) -> str:
+        rates = self.rates
+        return (
+            f"{rates.flops / 1e9:,.4g} GFLOP/s per device ({self.sources['flops']}), "
+            f"{rates.bandwidth / 1e9:,.3g} GB/s ({self.sources['bandwidth']}), "
+            f"{rates.latency * 1e6:,.3g} µs per hop ({self.sources['latency']})"
+        )
+
+
+def find_rates(
+    flops: float | None, bandwidth: float | None, latency: float | None, *, dtype: str, head_dim: int, measure: bool
+) -> KnownRates:
+    """The given rates; the others are measured with ``measure``, otherwise assumed.
+
+    Latency goes with bandwidth: if the bandwidth is given and the latency is not, the latency is assumed.
+    """
+    given = (1.0 if rate is None else rate for rate in (flops, bandwidth, latency))
+    DeviceRates(*given)  # raises for invalid values before anything is measured
+    sources = {"flops": "given", "bandwidth": "given", "latency": "given"}
+    if flops is None and measure:
+        flops, sources["flops"] = measure_flop_rate(dtype, head_dim), "measured here, one CPU thread"
+    if bandwidth is None and measure:
+        link = measure_link()
+        bandwidth, sources["bandwidth"] = link.bandwidth, "measured here, two local processes"
+        if latency is None:
+            latency, sources["latency"] = link.latency, "measured here"
+    found = {"flops": flops, "bandwidth": bandwidth, "latency": latency}
+    for name, rate in found.items():
+        if rate is None:
+            found[name], sources[name] = getattr(ASSUMED_RATES, name), "assumed"
+    return KnownRates(DeviceRates(**found), sources)  # type: ignore[arg-type]
+
+
+def measure_flop_rate(dtype: str, head_dim: int, seconds: float = 0.3) -> float:
+    """FLOP/s of one CPU thread in the kernel that attention uses here: full tiles, forward, for about ``seconds``."""
+    import torch  # noqa: PLC0415
+
+    from ringspan import kernels  # noqa: PLC0415
+
+    kernel, scores = kernels.choose("cpu", getattr(torch, dtype)).kernel, kernels.ScoreOptions(head_dim**-0.5)
+    q, k, v = torch.randn(3, 1, _TILES, _TILE_ROWS, head_dim).to(getattr(torch, dtype)).unbind()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        kernel.forward(q, k, v, "full", scores)  # warm-up
+        calls: list[float] = []
+        while sum(calls) < seconds:
+            start = time.perf_counter()
+            kernel.forward(q, k, v, "full", scores)
+            calls.append(time.perf_counter() - start)
+    finally:
+        torch.set_num_threads(threads)
+    return FORWARD_FLOPS * head_dim * _TILES * _TILE_ROWS**2 / statistics.median(calls)
+
+
+def measure_link() -> LinkRates:
+    """Two local processes (gloo) exchange large and small messages in both directions, like neighbours in a ring."""
+    from ringspan.runtime.launch import run_local_ranks  # noqa: PLC0415
+
+    found = run_local_ranks(2, exchange_messages, timeout_seconds=_TIMEOUT_SECONDS)
+    large, small = (max(seconds) for seconds in zip(*found, strict=True))
+    return LinkRates(bandwidth=_LARGE_BYTES / max(large - small, 1e-9), latency=small)
+
+
+def exchange_messages() -> tuple[float, float]:
+    """Runs on both processes: median seconds of exchanging large messages, and small ones."""
+    return _seconds_of_exchange(_LARGE_BYTES, _LARGE_ROUNDS), _seconds_of_exchange(_SMALL_BYTES, _SMALL_ROUNDS)
+
+
+def _seconds_of_exchange(size: int, rounds: int) -> float:
+    import torch  # noqa: PLC0415
+    import torch.distributed as dist  # noqa: PLC0415
+
+    peer = 1 - dist.get_rank()
+    outgoing, incoming = torch.zeros(2, size, dtype=torch.uint8).unbind()
+    spent = []
+    for _ in range(rounds + 1):
+        start = time.perf_counter()
+        pending = [dist.isend(outgoing, peer), dist.irecv(incoming, peer)]
+        for work in pending:
+            if work is not None:
+                work.wait()
+        spent.append(time.perf_counter() - start)
+    return statistics.median(spent[1:])  # the first round sets up the connection

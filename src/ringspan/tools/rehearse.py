@@ -222,7 +222,7 @@ def _run(
 ) -> list[PassMetrics]:
     own, sizes = plan.rank(rank), plan.sizes
     kernel = kernels.choose(device.device, dtype).kernel
-    scale = sizes.head_dim**-0.5
+    scores = kernels.ScoreOptions(sizes.head_dim**-0.5)
 
     def rows(heads: int) -> Tensor:
         shape = (sizes.batch, own.rows, heads, sizes.head_dim)
@@ -234,7 +234,7 @@ def _run(
     q, k, v = rows(sizes.heads), rows(sizes.kv_heads), rows(sizes.kv_heads)
     with torch.no_grad():
         transport = new_transport()
-        wide_out, lse = run_forward(own, transport, q, k, v, scale=scale, kernel=kernel)
+        wide_out, lse = run_forward(own, transport, q, k, v, scores=scores, kernel=kernel)
         out = wide_out.to(dtype)  # as the operator returns it
         del wide_out
         passes = [_metrics(transport)]
@@ -243,7 +243,7 @@ def _run(
             transport = new_transport()
             needs = (True, True, True)
             tensors = (grad_out, None, q, k, v, out, lse)
-            wide = run_backward(own, transport, *tensors, scale=scale, kernel=kernel, needs=needs)
+            wide = run_backward(own, transport, *tensors, scores=scores, kernel=kernel, needs=needs)
             _ = [x.to(dtype) for x in wide if x is not None]
             passes.append(_metrics(transport))
     return passes
@@ -267,8 +267,8 @@ def _warm_up(device: Device, dtype: torch.dtype, head_dim: int) -> None:
     """Call the kernel once: the first call includes set-up, which is not part of the rank's work."""
     kernel = kernels.choose(device.device, dtype).kernel
     x = torch.ones(1, 1, 64, head_dim, dtype=dtype, device=device.device)
-    out, lse = kernel.forward(x, x, x, False, 1.0)
-    kernel.backward(torch.ones_like(out), x, x, x, out, lse, False, 1.0, (True, True, True))
+    out, lse = kernel.forward(x, x, x, "full", kernels.ScoreOptions(1.0))
+    kernel.backward(torch.ones_like(out), x, x, x, out, lse, "full", kernels.ScoreOptions(1.0), (True, True, True))
     torch.empty(2**20).normal_()
 
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ringspan.geometry import Comb, Documents, Pattern
+from ringspan.geometry import Comb, Documents, Pattern, WindowBranch
 from ringspan.kernels import accumulation_dtype
 from ringspan.layout import Span
 from ringspan.planning import RingPlan, Tile
@@ -200,7 +200,7 @@ def _candidates(plan: RingPlan) -> tuple[dict[str, Combs], dict[int, Combs], dic
 
 def _tile_kind(tile: Tile) -> str:
     keys = "own rows" if tile.parcel is None else "parcels"
-    return f"tiles of {keys}, rate {tile.queries.step}, {'causal' if tile.causal else 'full'}"
+    return f"tiles of {keys}, rate {tile.queries.step}, {tile.mask}"
 
 
 def _draw(name: str, plan: RingPlan, combs: Combs, each: int, chance: random.Random) -> Stratum:
@@ -296,9 +296,13 @@ def keys_seen(
     """
     start, stop = next((a, b) for a, b in documents.spans() if a <= row < b)
     found = []
-    for branch in pattern.branches(stop - start):
-        w, r, shift = branch.segment_length, branch.rate, branch.shift
-        offset = pattern.offsets(r, kv_heads)[kv_head]
+    for branch in pattern.branches(stop - start, kv_heads):
+        if isinstance(branch, WindowBranch):
+            back = min(branch.left, row - start) // branch.rate
+            ahead = 0 if causal else min(branch.right, stop - 1 - row) // branch.rate
+            found.append(range(row - back * branch.rate, row + ahead * branch.rate + 1, branch.rate))
+            continue
+        w, r, shift, offset = branch.segment_length, branch.rate, branch.shift, branch.offsets[kv_head]
         x = row - start + shift
         if x % w % r != offset:
             continue

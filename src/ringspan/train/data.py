@@ -26,7 +26,7 @@ from torch import Tensor
 from ringspan.runtime.collectives import run_on_all_ranks
 from ringspan.runtime.files import write_atomic
 from ringspan.train.config import TrainSettings
-from ringspan.train.lock import LOCK
+from ringspan.train.watchdog import LOCK
 
 RECORD = "data.json"
 _BLOCK = 2**16  # bytes

@@ -45,7 +45,7 @@ def reach_of(settings: TrainSettings, ring_size: int) -> Reach:
     layout = Layout(settings.layout, settings.tokens, ring_size)
     layers = {model.pattern_of(layer) for layer in range(model.layers)}
     found = [find_reach(pattern, documents, layout, model.kv_heads) for pattern in layers]
-    return max(found, key=lambda reach: (len(reach.crossing), reach.longest_segment))
+    return max(found, key=lambda reach: (len(reach.crossing), reach.longest))
 
 
 def estimate_memory(settings: TrainSettings, world: int) -> MemoryEstimate:

@@ -15,9 +15,8 @@ import torch
 
 from ringspan.geometry import Pattern
 from ringspan.planning.api import plan
-from ringspan.runtime.extras import missing_package
 from ringspan.runtime.files import Journal, read_journal
-from ringspan.runtime.settings import RunError
+from ringspan.runtime.settings import RunError, missing_package
 from ringspan.schedule import communication_seconds
 from ringspan.train.config import TrainSettings
 from ringspan.train.distributed import DistributedContext

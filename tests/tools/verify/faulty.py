@@ -163,6 +163,36 @@ def sees_one_too_far(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: di
     return torch.einsum("bhpt,bthd->bphd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
 
 
+WINDOW = rs.Window(40, right=8)
+
+
+def windowed(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
+    """No fault: sliding windows by ringspan, contiguous shards."""
+    ring = rs.Ring(group, layout="contiguous", min_size=1)
+    return rs.attention(q, k, v, pattern=WINDOW, causal=causal, ring=ring)
+
+
+def ignores_the_window(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
+    """Computes full attention instead of the window."""
+    return honest(q, k, v, causal=causal, group=group)
+
+
+def ignores_the_halo(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
+    """No communication: the window of a row ends where its rank's rows end."""
+    return rs.attention(q, k, v, pattern=WINDOW, causal=causal)
+
+
+def window_one_too_long(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
+    """The left edge of the window is off by one, as from a width that does not count the query's own row."""
+    ring = rs.Ring(group, layout="contiguous", min_size=1)
+    longer = rs.Window(WINDOW.left + 1, WINDOW.right)
+    return rs.attention(q, k, v, pattern=longer, causal=causal, ring=ring)
+
+
+for _function in (windowed, ignores_the_window, ignores_the_halo, window_one_too_long):
+    _function.pattern = WINDOW  # type: ignore[attr-defined]
+
+
 def attends_alone(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
     """No communication: each rank attends to its own rows only."""
     return rs.attention(q, k, v, pattern=rs.Full(), causal=causal)

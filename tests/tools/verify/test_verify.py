@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from ringspan.geometry import Dilated, Full
-from ringspan.tools.verify.check import ByRing, Check, Measured, Unsupported
-from ringspan.tools.verify.expected import expect
+from ringspan.geometry import Dilated, Full, Pattern, Window
+from ringspan.tools.verify.check import ByRing, Check, Measured, Unsupported, expect
 from ringspan.tools.verify.run import MEASUREMENTS, LocalRanks, failed_ring, judge_all, measure_rank
 from ringspan.tools.verify.speed import SpeedMeasurement
 from ringspan.tools.verify.verify_page import FAIL, INCOMPLETE, PASS, headline, make_page, status
@@ -101,9 +100,18 @@ def failing(checks: dict[str, Check]) -> dict[str, str]:
     return {n: f"{c.reason} ({c.result})" for n, c in checks.items() if c.verdict == "FAIL" and n not in TIMED}
 
 
-@pytest.mark.parametrize("layout", [pytest.param("contiguous", marks=pytest.mark.slow), "zigzag"])
-def test_ringspan_passes(layout: Any) -> None:
-    implementation = AttentionUnderTest(pattern=PATTERN, layout=layout)
+@pytest.mark.parametrize(
+    ("pattern", "layout"),
+    [
+        pytest.param(PATTERN, "contiguous", marks=pytest.mark.slow),
+        (PATTERN, "zigzag"),
+        (Window(100), "zigzag"),
+        pytest.param(Window(64, right=16, dilation=4), "contiguous", marks=pytest.mark.slow),
+        (Window(30) + Dilated((256, 2048), (4, 16)), "contiguous"),
+    ],
+)
+def test_ringspan_passes(pattern: Pattern, layout: Any) -> None:
+    implementation = AttentionUnderTest(pattern=pattern, layout=layout)
     settings = settings_of(implementation, [1, 2], 2048, "float64")
     (measured,) = measured_by_ring((implementation,), settings, memory=True)
     checks = {check.name: check for check in judge_all(measured, settings)}
@@ -159,6 +167,37 @@ def test_causality_off_by_one_is_found() -> None:
 def test_a_ring_without_communication_is_found() -> None:
     reasons = failing(checks_of("attends_alone"))
     assert {"tokens attend across ranks", "bytes sent are as expected", "the output is exact"} <= set(reasons)
+
+
+def windowed_checks(name: str) -> dict[str, Check]:
+    """Functions that declare a window: one is correct, the others are wrong in one way each."""
+    names = ("windowed", "ignores_the_window", "ignores_the_halo", "window_one_too_long")
+    implementations = tuple(AttentionUnderTest.load(f"tests.tools.verify.faulty:{each}") for each in names)
+    settings = settings_of(implementations[0], [1, 2], 4224, "float32")
+    measured = measured_by_ring(implementations, settings, memory=False)[names.index(name)]
+    return {check.name: check for check in judge_all(measured, settings)}
+
+
+def test_a_correct_window_passes() -> None:
+    assert failing(windowed_checks("windowed")) == {}
+
+
+def test_an_ignored_window_is_found() -> None:
+    reasons = failing(windowed_checks("ignores_the_window"))
+    assert {"the output is exact", "the gradients are exact", "masked tokens have no effect"} <= set(reasons)
+    assert "must not attend" in reasons["masked tokens have no effect"]
+    assert "window 40 right 8" in reasons["the output is exact"]
+
+
+def test_a_window_off_by_one_is_found() -> None:
+    reasons = failing(windowed_checks("window_one_too_long"))
+    assert {"the output is exact", "masked tokens have no effect"} <= set(reasons)
+
+
+def test_a_window_without_its_halo_is_found() -> None:
+    reasons = failing(windowed_checks("ignores_the_halo"))
+    assert {"tokens attend across ranks", "bytes sent are as expected", "the output is exact"} <= set(reasons)
+    assert "masked tokens have no effect" not in reasons
 
 
 def test_attention_over_heads_is_found() -> None:
@@ -267,6 +306,29 @@ def test_the_named_pattern_runs_and_rates_never_change() -> None:
     assert any(case.kv_heads > 32 for case in settings.exact)  # so that every offset is met
 
 
+@pytest.mark.parametrize(
+    "pattern", [Window(1023), Window(8191, right=64, dilation=8), Window(511) + Dilated((4096, 65536), (4, 64))]
+)
+def test_windows_run_unchanged_at_length_and_with_both_edges_in_short_cases(pattern: Pattern) -> None:
+    implementation = AttentionUnderTest(pattern=pattern)
+    settings = settings_for(implementation, [1, 2, 4], default_tokens(pattern), "float64")
+    for case in (settings.memory, settings.counted, settings.speed, settings.exact[-1]):
+        assert case.pattern == pattern
+        assert case.tokens >= 32768
+    for case in (*settings.exact[:-1], settings.visibility, *settings.uneven, *settings.grouped):
+        window = case.pattern.parts[0]
+        assert isinstance(window, Window)
+        assert window.dilation == pattern.parts[0].dilation  # type: ignore[attr-defined]
+        assert 4 * window.dilation <= window.left <= case.tokens // 3
+
+
+def test_another_function_runs_its_own_pattern_everywhere() -> None:
+    implementation = AttentionUnderTest.load("tests.tools.verify.faulty:windowed")
+    settings = settings_for(implementation, [1, 2], 4224, "float32")
+    assert {case.pattern for case in settings.all_cases} == {Window(40, right=8)}
+    assert implementation.name.endswith(":windowed, window 40 right 8")
+
+
 def test_cases_cover_odd_rows_batches_heads_and_lengths() -> None:
     settings = settings_for(
         AttentionUnderTest("tests.tools.verify.faulty:honest", Full(), "contiguous"), [1, 2, 4], 8192, "float32"
@@ -281,6 +343,9 @@ def test_cases_cover_odd_rows_batches_heads_and_lengths() -> None:
 
 def test_shortened_patterns_keep_their_rates() -> None:
     assert shortened(Full(), 10) == Full()
+    assert shortened(Window(20, 4), 640) == Window(20, 4)
+    assert shortened(Window(1000, dilation=8), 90) == Window(32, dilation=8)
+    assert shortened(Window(0) + Full(), 90) == Window(0) + Full()
     assert shortened(Dilated((8, 64), (1, 2)), 640) == Dilated((8, 64), (1, 2))
     assert shortened(Dilated((8, 64), (1, 64)), 10) == Dilated((1 * 4, 64), (1, 64))
 

@@ -20,7 +20,7 @@ import ringspan as rs
 from ringspan.geometry import Dilated, Full, Pattern, parse_pattern
 from ringspan.layout import Layout, LayoutName
 from ringspan.planning.breakeven import DeviceRates
-from ringspan.runtime.extras import install_command
+from ringspan.runtime.settings import install_command
 from ringspan.tools import peers
 from ringspan.tools.peers import Attend, blockwise_flex, masked_sdpa
 
@@ -45,7 +45,7 @@ class BenchCase:
     layout: LayoutName
     dtype: str
     heads: int
-    dim: int
+    head_dim: int
     backward: bool
     spanning: bool = False
 
@@ -216,7 +216,7 @@ def make_cases(
     layout: LayoutName | None = None,
     dtype: str = "float32",
     heads: int = 8,
-    dim: int = 64,
+    head_dim: int = 64,
     backward: bool = True,
 ) -> list[BenchCase]:
     """One case for every valid combination of pattern, length, number of ranks and implementation.
@@ -230,8 +230,8 @@ def make_cases(
         who = IMPLEMENTATIONS[name]
         pattern = rs.Dilated.spanning(n, first_segment) if wanted == "spanning" else wanted
         if who.offers(pattern, size):
-            advice = rs.best_layout(pattern, n, size, causal=causal, heads=heads, head_dim=dim, rates=LOCAL_RATES)
+            advice = rs.best_layout(pattern, n, size, causal=causal, heads=heads, head_dim=head_dim, rates=LOCAL_RATES)
             rows = who.layout or layout or advice.layout
-            shape = (causal, rows, dtype, heads, dim, backward and who.backward)
+            shape = (causal, rows, dtype, heads, head_dim, backward and who.backward)
             cases.append(BenchCase(name, pattern, n, size, *shape, spanning=wanted == "spanning"))
     return cases

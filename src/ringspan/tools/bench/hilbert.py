@@ -20,7 +20,7 @@ from torch import Tensor
 
 import ringspan as rs
 from ringspan.order import GridOrder
-from ringspan.order.grid import ranks_of_cells
+from ringspan.order.orders import ranks_of_cells
 from ringspan.tools.bench.summaries import Spread, spread
 from ringspan.tools.bench.trials import TurnTimer, with_gradients, without_gradients
 
@@ -94,11 +94,11 @@ def _pairs(grid: Tensor, radius: float) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def permutation_times(
-    grid: Sequence[int], heads: int, dim: int, segment: int, rounds: int, threads: int, *, keeps_memory: bool
+    grid: Sequence[int], heads: int, head_dim: int, segment: int, rounds: int, threads: int, *, keeps_memory: bool
 ) -> dict[str, Any]:
     """Run `measure` in a fresh process that keeps or returns freed memory: seconds of each round, by pass and call."""
     arguments = json.dumps(
-        dict(grid=tuple(grid), heads=heads, dim=dim, segment=segment, rounds=rounds, threads=threads)
+        dict(grid=tuple(grid), heads=heads, head_dim=head_dim, segment=segment, rounds=rounds, threads=threads)
     )
     command = [sys.executable, "-m", "ringspan.tools.bench.hilbert", arguments]
     environment = os.environ | (KEEPS_MEMORY if keeps_memory else {})
@@ -107,12 +107,12 @@ def permutation_times(
     return times
 
 
-def measure(grid: Sequence[int], heads: int, dim: int, segment: int, rounds: int, threads: int) -> dict[str, Any]:
+def measure(grid: Sequence[int], heads: int, head_dim: int, segment: int, rounds: int, threads: int) -> dict[str, Any]:
     """Time attention over ordered rows, ordering one tensor and undoing it, and attention with ``order=``."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     clock, order = TurnTimer(), rs.Hilbert(tuple(grid))
-    leaves = [torch.randn(1, order.period, heads, dim, requires_grad=True) for _ in range(3)]
+    leaves = [torch.randn(1, order.period, heads, head_dim, requires_grad=True) for _ in range(3)]
     grad, options = torch.randn_like(leaves[0]), dict(pattern=rs.Dilated((segment,), (1,)))
     forward: dict[str, Callable[[], object]] = {
         "in order": without_gradients(leaves, options),
@@ -138,13 +138,13 @@ class StudyScale:
     share: float = 0.80
     equal_segments: tuple[int, ...] = (256, 1024, 4096, 16384)
     grid_heads: int = 4
-    grid_dim: int = 32
+    grid_head_dim: int = 32
     ring_sizes: tuple[int, ...] = (4, 16, 64)
     lengths: tuple[int, ...] = (8192, 32768)
     pattern: rs.Dilated = field(default_factory=lambda: rs.Dilated((2048, 4096, 8192), (1, 2, 4)))
     fold: int = 2048
     heads: int = 8
-    dim: int = 64
+    head_dim: int = 64
     rounds: int = 5
     grid_rounds: int = 3
 
@@ -158,7 +158,7 @@ QUICK = StudyScale(
     pattern=rs.Dilated((64, 128), (1, 2)),
     fold=64,
     heads=2,
-    dim=16,
+    head_dim=16,
     rounds=2,
     grid_rounds=2,
 )
@@ -238,8 +238,8 @@ def _folded(scale: StudyScale, clock: TurnTimer) -> Iterator[dict[str, Any]]:
     """The same pattern with and without a folded order, forward and backward."""
     for n in scale.lengths:
         for causal in (False, True):
-            tensors = [torch.randn(1, n, scale.heads, scale.dim, requires_grad=True) for _ in range(3)]
-            grad = torch.randn(1, n, scale.heads, scale.dim)
+            tensors = [torch.randn(1, n, scale.heads, scale.head_dim, requires_grad=True) for _ in range(3)]
+            grad = torch.randn(1, n, scale.heads, scale.head_dim)
             calls: dict[str, Callable[[], object]] = {}
             for name, order in (("without", None), ("with", rs.Hilbert.folded(scale.fold))):
                 options: dict[str, Any] = dict(pattern=scale.pattern, causal=causal, order=order)
@@ -254,7 +254,7 @@ def _permutation(scale: StudyScale, segment: int, clock: TurnTimer) -> Iterator[
         found = permutation_times(
             scale.grid,
             scale.grid_heads,
-            scale.grid_dim,
+            scale.grid_head_dim,
             segment,
             scale.grid_rounds,
             torch.get_num_threads(),
@@ -268,7 +268,7 @@ def _permutation(scale: StudyScale, segment: int, clock: TurnTimer) -> Iterator[
 
 def _grid_tensors(scale: StudyScale) -> list[Tensor]:
     rows = scale.grid[0] * scale.grid[1]
-    return [torch.randn(1, rows, scale.grid_heads, scale.grid_dim) for _ in range(3)]
+    return [torch.randn(1, rows, scale.grid_heads, scale.grid_head_dim) for _ in range(3)]
 
 
 def _attend(tensors: list[Tensor], segment: int, order: GridOrder) -> Callable[[], object]:

@@ -89,8 +89,8 @@ def _equal_share_table(found: Findings) -> Table:
     text = (
         f"The shortest segment (in sixteenths of a doubling) with which a share of {scale.share} of the pairs within "
         f"{scale.radius:g} cells see each other, and the time of `rs.attention(..., order=...)` with it: forward, "
-        f"float32, {scale.grid_heads} heads of {scale.grid_dim}, {_grid(found)}, including the permutation (row-major "
-        f"needs none).{morton}"
+        f"float32, {scale.grid_heads} heads of {scale.grid_head_dim}, {_grid(found)}, including the permutation "
+        f"(row-major needs none); medians of {scale.grid_rounds} rounds.{morton}"
     )
     return Table(f"The cost of a share of {scale.share}", rows, text)
 
@@ -124,7 +124,7 @@ def _permutation_table(found: Findings) -> Table:
         rows.append([memory, mode, *times[:2], f"{once_share:.1%}", times[2], f"{share:.1%}"])
     scale = found.scale
     text = (
-        f"Attention over {_grid(found)}, {scale.grid_heads} heads of {scale.grid_dim}, segments of "
+        f"Attention over {_grid(found)}, {scale.grid_heads} heads of {scale.grid_head_dim}, segments of "
         f"{found.shortest['Hilbert']:,}. Order once: `apply` before the model and `undo` after it, relative to the "
         "attention of one layer. `order=` in the call: q, k, v and the output (in backward also their gradients) are "
         "permuted in every layer. A permuted tensor is a new one. The C library returns large freed tensors to the "
@@ -148,8 +148,9 @@ def _folded_table(found: Findings) -> Table:
     scale = found.scale
     pairs = zip(scale.pattern.segment_lengths, scale.pattern.dilation_rates, strict=True)
     text = (
-        f"Sequences without a grid: {', '.join(f'{w} x {r}' for w, r in pairs)}, {scale.heads} heads of {scale.dim}, "
-        f"float32, with and without `order=rs.Hilbert.folded({scale.fold})`; timed in turns, median (lowest - highest)."
+        f"Sequences without a grid: {', '.join(f'{w} x {r}' for w, r in pairs)}, {scale.heads} heads of "
+        f"{scale.head_dim}, float32, with and without `order=rs.Hilbert.folded({scale.fold})`; timed in turns, median "
+        f"of {scale.rounds} rounds (lowest - highest)."
     )
     return Table("With and without a folded order", rows, text)
 

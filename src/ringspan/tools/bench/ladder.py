@@ -46,7 +46,7 @@ def plan_of(case: BenchCase) -> RingPlan:
         layout=case.layout,
         causal=case.causal,
         heads=case.heads,
-        head_dim=case.dim,
+        head_dim=case.head_dim,
         dtype=case.torch_dtype,
     )
 
@@ -67,7 +67,7 @@ def predicted_bytes(case: BenchCase, seen: Seen) -> int:
         return sum(planned_bytes(case)) + case.ranks * OVERHEAD_BYTES
     if case.implementation == "simulated":
         return 2 * sum(planned_bytes(case)) + OVERHEAD_BYTES  # whole tensors, and each rank's rows of them
-    alone = rs.plan(Full(), case.tokens, heads=case.heads, head_dim=case.dim, dtype=case.torch_dtype)
+    alone = rs.plan(Full(), case.tokens, heads=case.heads, head_dim=case.head_dim, dtype=case.torch_dtype)
     rows = alone.memory(0, backward=case.backward).rows
     return max(rows, int(extrapolate(seen, case.tokens))) if seen else rows
 

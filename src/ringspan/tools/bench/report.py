@@ -11,15 +11,17 @@ from typing import Any
 
 from ringspan.tools.bench.cases import BenchCase
 from ringspan.tools.bench.ladder import BenchSettings, CaseForecast, TrialStore, is_planned, plan_of, planned_bytes
-from ringspan.tools.bench.pictures import memory_picture, process_count, throughput_picture
 from ringspan.tools.bench.summaries import (
     LadderReach,
     Spread,
     Summary,
+    memory_picture,
     pattern_names,
+    process_count,
     reaches,
     speed_up,
     summarize,
+    throughput_picture,
     title_of,
 )
 from ringspan.tools.bench.trials import Trial, TrialLimits
@@ -182,8 +184,8 @@ def reach_table(summaries: Summaries) -> Table | None:
                 f"{case.tokens:,}",
                 str(case.ranks),
                 case.layout,
-                f"{reach.longest_segment:,}",
-                ", ".join(f"{w:,}" for w in reach.crossing) or "none",
+                f"{reach.longest:,}",
+                ", ".join(f"{w:,}" for w in dict.fromkeys(reach.crossing)) or "none",
                 sent_cell(summary),
                 f"{planned / 2**20:,.1f} MiB",
             ]
@@ -315,7 +317,7 @@ def headline(summaries: Mapping[BenchCase, Summary]) -> str:
     causal = "causal" if case.causal else "not causal"
     passes = "forward and backward" if case.backward else "forward"
     return (
-        f"{case.tokens:,} tokens ({case.pattern.text}, {causal}, {case.heads} heads of {case.dim}, "
+        f"{case.tokens:,} tokens ({case.pattern.text}, {causal}, {case.heads} heads of {case.head_dim}, "
         f"{case.dtype}), {passes}, {outcome(best, speed_up(summaries, case))} {plan_of(case).reach}"
     )
 

@@ -206,7 +206,7 @@ def measure_simulated_ring(case: BenchCase, memory_bytes: int) -> list[RankMetri
 
 def _make_rows(case: BenchCase) -> list[Tensor]:
     rank = dist.get_rank()
-    shape = (1, case.rows_of(rank), case.heads, case.dim)
+    shape = (1, case.rows_of(rank), case.heads, case.head_dim)
     generator = torch.Generator().manual_seed(rank)
     return [
         torch.randn(shape, generator=generator, dtype=case.torch_dtype, requires_grad=case.backward) for _ in range(3)

@@ -16,18 +16,17 @@ import torch.distributed as dist
 from ringspan.runtime.collectives import all_gather_json
 from ringspan.runtime.device import Cpu, Device, local_device
 from ringspan.runtime.launch import run_local_ranks
-from ringspan.tools.verify import check, exactness, flops, memory, speed, traffic, visibility
-from ringspan.tools.verify.check import ByRing, Check, Failed, Harness, Measured
-from ringspan.tools.verify.expected import Oracle, expect
+from ringspan.tools.verify import check, exactness, memory, speed, traffic
+from ringspan.tools.verify.check import ByRing, Check, Failed, Harness, Measured, Oracle, expect
 from ringspan.tools.verify.workload import AttentionUnderTest, VerifySettings
 
 # Memory comes first, while the process is fresh; cases that an implementation may refuse come last.
 MEASUREMENTS: dict[str, Callable[[Harness], Any]] = {
     "memory": memory.measure_memory,
     "exact": exactness.measure_exact,
-    "visibility": visibility.measure_visibility,
+    "visibility": exactness.measure_visibility,
     "traffic": traffic.measure_traffic,
-    "flops": flops.measure_flops,
+    "flops": speed.measure_flops,
     "speed": speed.measure_speed,
     "overlap": speed.measure_overlap,
     "uneven": exactness.measure_uneven,
@@ -37,17 +36,17 @@ MEASUREMENTS: dict[str, Callable[[Harness], Any]] = {
 # In the order of the report.
 CHECKS: tuple[Callable[[ByRing, VerifySettings], Check], ...] = (
     exactness.judge_sharding,
-    visibility.judge_mixing,
-    visibility.judge_heads,
-    visibility.judge_masking,
+    exactness.judge_mixing,
+    exactness.judge_heads,
+    exactness.judge_masking,
     exactness.judge_output,
     exactness.judge_gradients,
     exactness.judge_uneven,
     exactness.judge_grouped,
     traffic.judge_traffic,
     memory.judge_memory,
-    flops.judge_total,
-    flops.judge_shares,
+    speed.judge_total,
+    speed.judge_shares,
     speed.judge_speed,
     speed.judge_overlap,
 )
@@ -184,7 +183,7 @@ def find_ranks(timeout_seconds: float = 600.0) -> Ranks:
     return LocalRanks(timeout_seconds)
 
 
-_MODULES = (check, exactness, flops, memory, speed, traffic, visibility)
+_MODULES = (check, exactness, memory, speed, traffic)
 _KINDS = {
     name: kind
     for module in _MODULES
@@ -196,7 +195,7 @@ _KINDS = {
 def encode(value: Any) -> Any:
     """Measurements as JSON values; each dataclass is tagged with its name.
 
-    >>> encode({"flops": flops.FlopsMeasurement(3, 0.5)})
+    >>> encode({"flops": speed.FlopsMeasurement(3, 0.5)})
     {'flops': {'kind': 'FlopsMeasurement', 'flops': 3, 'share': 0.5}}
     """
     if dataclasses.is_dataclass(value):

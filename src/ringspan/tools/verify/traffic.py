@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from ringspan.planning import RingPlan
 from ringspan.planning.api import plan
 from ringspan.tools.measure import loopback_bytes_sent, why_loopback_is_blind
 from ringspan.tools.verify.check import ByRing, Check, Harness, judge_if_measured, values_of
@@ -38,19 +40,19 @@ def measure_traffic(harness: Harness) -> list[TrafficMeasurement]:
         expected = harness.expect(case, causal, backward=False)
         planned = counted = None
         limit, readings = float("inf"), list[int]()
+        ring_plan = plan(
+            case.pattern,
+            case.tokens,
+            ring_size=ring.size,
+            layout=ring.layout,
+            causal=causal,
+            batch=case.batch,
+            heads=case.heads,
+            kv_heads=case.kv_heads,
+            head_dim=case.head_dim,
+            dtype=rows[0].dtype,
+        )
         if harness.bound.implementation.is_ringspan:
-            ring_plan = plan(
-                case.pattern,
-                case.tokens,
-                ring_size=ring.size,
-                layout=ring.layout,
-                causal=causal,
-                batch=case.batch,
-                heads=case.heads,
-                kv_heads=case.kv_heads,
-                head_dim=case.head_dim,
-                dtype=rows[0].dtype,
-            )
             planned = ring_plan.bytes_sent(ring.rank)
             limit = _max_bytes(sum(ring_plan.bytes_sent(rank) for rank in range(ring.size)), ring.size)
         while not readings or (not why_blind and min(readings) > limit and len(readings) < _MAX_TRIALS):
@@ -60,11 +62,24 @@ def measure_traffic(harness: Harness) -> list[TrafficMeasurement]:
             counted = None if planned is None else ring.counters.bytes_sent
             readings.append(0 if why_blind else _read_interface(harness) - before)
             harness.compare(expected, found)
-        missing_rows = 0 if causal or planned is not None else case.tokens * (ring.size - 1)
-        needed = missing_rows * 2 * case.batch * case.kv_heads * case.head_dim * rows[0].element_size()
+        needed = 0 if causal or planned is not None else _needed_bytes(ring_plan)
         seen = None if why_blind else min(readings)
         measured.append(TrafficMeasurement(causal, planned, counted, needed, seen, why_blind))
     return measured
+
+
+def _needed_bytes(ring_plan: RingPlan) -> int:
+    """Bytes of K and V rows that all ranks together must receive, however they are sent.
+
+    A row that several branches need may be sent once, so only the branch that needs most counts.
+    """
+    rows = 0
+    for rank in range(ring_plan.layout.ring_size):
+        of_branch: Counter[int] = Counter()
+        for message in (message for hop in ring_plan.rank(rank).hops for message in hop.receives):
+            of_branch[message.parcel.branch] += message.parcel.rows
+        rows += max(of_branch.values(), default=0)
+    return rows * ring_plan.sizes.parcel_row_bytes
 
 
 def _read_interface(harness: Harness) -> int:

@@ -14,6 +14,7 @@ from ringspan.tools.verify.check import Check, Failed, values_of
 from ringspan.tools.verify.exactness import comparison_rows
 from ringspan.tools.verify.memory import fit, peaks
 from ringspan.tools.verify.speed import seconds_by_ring, was_disturbed
+from ringspan.tools.verify.workload import reach
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -123,18 +124,18 @@ def make_page(
 def _what_ran(settings: VerifySettings) -> str:
     """Where the named pattern ran unchanged, and which shorter patterns ran elsewhere."""
     named, long = settings.memory.pattern, _longest(settings)
-    longest = max(branch.segment_length for branch in named.branches(long))
+    longest = reach(named)
     lines = [f"The pattern {named.text} runs unchanged at {long:,} tokens."]
     if longest > long:
         lines.append(
-            f"Its segments longer than {long:,} tokens cover the whole sequence there; "
+            f"Its segments or windows longer than {long:,} tokens cover the whole sequence there; "
             f"--tokens {longest} runs them at full length."
         )
     others = dict.fromkeys(case.pattern.text for case in settings.all_cases if case.pattern != named)
     if others:
         lines.append(
             "Checks that compare all rows or change single tokens run on short sequences, with shorter segments and "
-            f"the same rates: {', '.join(others)}."
+            f"windows and the same rates: {'; '.join(others)}."
         )
     return " ".join(lines)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringspan.api import attention
-from ringspan.geometry import Dilated, Full, Pattern
+from ringspan.geometry import Dilated, Full, Pattern, PatternSum, SegmentBranch, Window, parse_pattern
 from ringspan.layout import LayoutName, check_layout_name
 from ringspan.planning.api import plan
 from ringspan.ring import Ring
@@ -22,6 +22,7 @@ from ringspan.tools.peers import GroupAttention
 _MIN_ROWS_PER_SEGMENT = 4  # selected rows of a shortened segment, in each head
 _MAX_DEFAULT_TOKENS = 65536
 _FULL_DEFAULT_TOKENS = 8192
+_MAX_WINDOW_PAIRS = 2**28  # (query, key) pairs of a head: windows are verified at fewer tokens if they are long
 _SMALL_PARCELS_BYTES = 32 * 2**20
 _MIN_RING_FOR_LARGE_PARCELS = 4
 
@@ -30,7 +31,7 @@ _MIN_RING_FOR_LARGE_PARCELS = 4
 class AttentionUnderTest:
     """The attention under test; can be sent to another process.
 
-    ``target`` is ``package.module:function``, or empty for ringspan. Other functions compute full attention.
+    ``target`` is ``package.module:function``, or empty for ringspan. Other functions compute one fixed ``pattern``.
     """
 
     target: str = ""
@@ -44,15 +45,23 @@ class AttentionUnderTest:
 
     @property
     def name(self) -> str:
-        return self.target or f"ringspan, {self.pattern.text}"
+        if self.target and self.pattern == Full():
+            return self.target
+        return f"{self.target or 'ringspan'}, {self.pattern.text}"
 
     @staticmethod
     def load(target: str) -> AttentionUnderTest:
-        """Another function. Its attributes ``layout`` and ``equal_shards`` say which rows each rank holds."""
+        """Another function. Its attributes ``layout`` and ``equal_shards`` say which rows each rank holds, and
+        ``pattern``, or its text, what it computes.
+        """
         function = _import_function(target)
         layout: Any = getattr(function, "layout", "contiguous")
         check_layout_name(layout)
-        return AttentionUnderTest(target, Full(), layout, bool(getattr(function, "equal_shards", False)))
+        pattern: Any = getattr(function, "pattern", Full())
+        pattern = parse_pattern(pattern) if isinstance(pattern, str) else pattern
+        if not isinstance(pattern, Pattern):
+            raise ValueError(f"{target}: pattern={pattern!r} must be a pattern or its text, such as 'window 1023'")
+        return AttentionUnderTest(target, pattern, layout, bool(getattr(function, "equal_shards", False)))
 
     def bind(self, group: dist.ProcessGroup) -> BoundImplementation:
         """The implementation as this rank of the group calls it."""
@@ -153,7 +162,9 @@ def settings_for(implementation: AttentionUnderTest, sizes: list[int], tokens: i
     pattern = implementation.pattern
     spans = 2 if implementation.layout == "zigzag" else 1
     parts = math.lcm(*sizes) * spans
-    max_rate = 1 if isinstance(pattern, Full) else max(pattern.dilation_rates)
+    branches = pattern.branches(tokens)
+    max_rate = max(branch.rate for branch in branches)
+    offsets = max((branch.rate for branch in branches if isinstance(branch, SegmentBranch)), default=1)
 
     def long(heads: int, head_dim: int, divided_by: int = 1) -> VerifyCase:
         return VerifyCase(pattern, -(-tokens // divided_by // parts) * parts, 1, heads, heads, head_dim, "float32")
@@ -163,7 +174,8 @@ def settings_for(implementation: AttentionUnderTest, sizes: list[int], tokens: i
 
     def short(batch: int, target: int, heads: int, head_dim: int, kv_heads: int = 0) -> VerifyCase:
         n = odd(target)
-        return VerifyCase(shortened(pattern, 3 * n // 4), n, batch, heads, kv_heads or heads, head_dim, dtype)
+        short_pattern = shortened(pattern, 3 * n // 4) if implementation.is_ringspan else pattern
+        return VerifyCase(short_pattern, n, batch, heads, kv_heads or heads, head_dim, dtype)
 
     exact = [
         short(1, 300, 1, 16),
@@ -172,10 +184,10 @@ def settings_for(implementation: AttentionUnderTest, sizes: list[int], tokens: i
         short(2, 200, 5, 64),
         short(1, 200, 8, 16),
     ]
-    if max_rate > 1:  # enough heads to use every offset, and the first one twice
-        exact.append(short(1, 700, min(max_rate, 64) + 1, 8))
+    if offsets > 1:  # enough heads to use every offset, and the first one twice
+        exact.append(short(1, 700, min(offsets, 64) + 1, 8))
     exact.append(VerifyCase(pattern, parts * ((tokens // parts + 1) | 1), 1, 1, 1, 32, dtype))
-    if isinstance(pattern, Full):
+    if any(isinstance(part, Full) or (isinstance(part, Window) and 4 * reach(part) > tokens) for part in pattern.parts):
         memory, counted = long(256, 128, divided_by=16), long(4, 64, divided_by=8)
     else:
         memory, counted = long(4, 64), long(2, 16)
@@ -199,10 +211,35 @@ def settings_for(implementation: AttentionUnderTest, sizes: list[int], tokens: i
 
 
 def default_tokens(pattern: Pattern) -> int:
-    """The longest segment, so that it runs at full length; shorter for full attention, which is quadratic."""
-    if isinstance(pattern, Full):
-        return _FULL_DEFAULT_TOKENS
-    return min(max(pattern.segment_lengths), _MAX_DEFAULT_TOKENS)
+    """The longest segment, so that it runs at full length, or 64k for windows; shorter for full attention, which is
+    quadratic, and for long windows.
+
+    >>> default_tokens(Window(1023)), default_tokens(Window(16383)), default_tokens(Window(511) + Full())
+    (65536, 16384, 8192)
+    """
+    wanted, affordable = 1, _MAX_DEFAULT_TOKENS
+    for part in pattern.parts:
+        if isinstance(part, Full):
+            affordable = _FULL_DEFAULT_TOKENS
+        elif isinstance(part, Window):
+            affordable = min(affordable, max(_FULL_DEFAULT_TOKENS, _MAX_WINDOW_PAIRS // reach(part)))
+        wanted = max(wanted, reach(part) if isinstance(part, Dilated) else affordable)
+    return min(wanted, affordable)
+
+
+def reach(pattern: Pattern) -> int:
+    """The length of the longest segment or window at any sequence length; 0 for full attention.
+
+    >>> reach(Window(511) + Dilated((64, 256), (1, 4)))
+    512
+    """
+    lengths = [0]
+    for part in pattern.parts:
+        if isinstance(part, Dilated):
+            lengths += part.segment_lengths
+        elif isinstance(part, Window):
+            lengths.append(part.left + part.right + 1)
+    return max(lengths)
 
 
 def _has_large_parcels(implementation: AttentionUnderTest, case: VerifyCase) -> bool:
@@ -235,12 +272,24 @@ def _memory_rings(sizes: list[int], large_parcels: bool) -> tuple[int, ...]:
 
 
 def shortened(pattern: Pattern, tokens: int) -> Pattern:
-    """The pattern with the same rates in shorter segments; the longest has ``tokens`` rows, if its rate allows.
+    """The pattern with the same rates in shorter segments and windows, if their rates allow.
+
+    The longest segment has ``tokens`` rows. A window has a third of that, so that it has both edges in most rows.
 
     >>> shortened(Dilated((2048, 16384, 65536), (1, 8, 32)), 750).text
     '23x1,187x8,750x32'
+    >>> shortened(Window(1000, right=500) + Full(), 750).text
+    'window 166 right 83 + full'
     """
-    if isinstance(pattern, Full):
+    if isinstance(pattern, PatternSum):
+        return PatternSum(tuple(shortened(term, tokens) for term in pattern.terms))
+    if isinstance(pattern, Window):
+        least = _MIN_ROWS_PER_SEGMENT * pattern.dilation
+        left, right = (
+            min(side, max(side * tokens // (3 * reach(pattern)), least)) for side in (pattern.left, pattern.right)
+        )
+        return Window(left, right, pattern.dilation)
+    if not isinstance(pattern, Dilated):
         return pattern
     longest = max(pattern.segment_lengths)
     pairs = zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)

@@ -1,10 +1,15 @@
-"""The schedule of a plan: ranks against hops, at the real length of the sequence."""
+"""Pictures of a plan: its schedule, and files of its pattern, the work of each rank and the schedule (PNG and SVG)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ringspan.draw.pattern import fitted, pattern_title
+from ringspan.draw.pattern import draw_density, draw_pattern, fitted, pattern_title
+from ringspan.draw.work import MOST_ROWS, draw_work, scaled_down
+from ringspan.geometry import SegmentBranch
+from ringspan.layout import LayoutName
 from ringspan.planning import Hop, RingPlan
 
 if TYPE_CHECKING:
@@ -13,6 +18,8 @@ if TYPE_CHECKING:
 
 _MOST_RANKS_WRITTEN, _MOST_HOPS_WRITTEN = 16, 12  # a larger schedule is drawn without text
 _NOTHING = "#F5F5F5"
+_MOST_HEADS = 3
+_DOTS_PER_INCH = 150
 
 
 def draw_schedule(plan: RingPlan) -> Figure:
@@ -101,3 +108,37 @@ def _hop_text(hop: Hop, number: int, row_bytes: int) -> str:
     owners = ", ".join(str(owner) for owner in sorted({message.parcel.owner for message in hop.receives}))
     received = sum(message.parcel.rows for message in hop.receives) * row_bytes
     return f"rows of rank {owners}\n{received / 2**20:.2g} MiB"
+
+
+def draw_plans(plans: Mapping[LayoutName, RingPlan], folder: Path) -> list[Path]:
+    """Draw plans that differ only in layout. Returns the paths of the pictures.
+
+    The pattern and the schedules are drawn at the real length. The work of each rank is drawn pair by pair: a long
+    sequence or a large ring is scaled down, and the title says so.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    plan = next(iter(plans.values()))
+    paths = save_figure(_draw_seen(plan), folder / "who_sees_what")
+    for name, plan in plans.items():
+        small, note = scaled_down(plan)
+        paths += save_figure(draw_work(small, note=note), folder / f"who_computes_what_{name}")
+        paths += save_figure(draw_schedule(plan), folder / f"schedule_{name}")
+    return paths
+
+
+def _draw_seen(plan: RingPlan) -> Figure:
+    rows, heads = plan.layout.rows, plan.sizes.kv_heads
+    if rows > MOST_ROWS:
+        return draw_density(plan.pattern, rows, heads, causal=plan.causal)
+    # Heads beyond the largest rate of a segment repeat earlier ones; windows are the same for all heads.
+    rates = (branch.rate for branch in plan.pattern.branches(rows) if isinstance(branch, SegmentBranch))
+    shown = min(heads, max(rates, default=1), _MOST_HEADS)
+    return draw_pattern(plan.pattern, rows, shown, causal=plan.causal, note="darker: a key counts more often")
+
+
+def save_figure(figure: Figure, path: Path) -> list[Path]:
+    """Write a figure as PNG and SVG. Returns both paths."""
+    paths = [path.with_suffix(".png"), path.with_suffix(".svg")]
+    for file in paths:
+        figure.savefig(file, dpi=_DOTS_PER_INCH)
+    return paths

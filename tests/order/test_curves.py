@@ -9,8 +9,17 @@ import pytest
 import torch
 
 import ringspan as rs
-from ringspan.order.curves import CurveName, all_cells, sort_keys, visit
-from ringspan.order.hilbert import Boxes, _slots, follow, hilbert_curve, hilbert_positions
+from ringspan.order.curves import (
+    Boxes,
+    CurveName,
+    _slots,
+    all_cells,
+    follow,
+    hilbert_curve,
+    hilbert_positions,
+    sort_keys,
+    visit,
+)
 from tests.counting import CountingMode
 
 CURVES: list[CurveName] = ["hilbert", "row_major", "snake", "morton"]

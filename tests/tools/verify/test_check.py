@@ -8,8 +8,8 @@ import torch
 from ringspan.geometry import Dilated, Full, Pattern
 from ringspan.layout import Layout, LayoutName
 from ringspan.oracle import dense_attention
-from ringspan.tools.verify import expected as module
-from ringspan.tools.verify.expected import expect, own_rows, positions, sampled_rows
+from ringspan.tools.verify import check as module
+from ringspan.tools.verify.check import expect, own_rows, positions, sampled_rows
 from ringspan.tools.verify.workload import VerifyCase
 from tests.ranks import starts_processes
 
