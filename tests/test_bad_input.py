@@ -24,7 +24,7 @@ CASES: list[tuple[dict[str, Any], type[Exception], str]] = [
     (dict(q=torch.randn(1, 10, 0, 8)), ValueError, "head_dim must be at least 1"),
     (dict(k=torch.randn(1, 10, 2, 8).double()), ValueError, "k is torch.float64, but q is torch.float32"),
     (dict(v=torch.randn(1, 10, 2, 8, device="meta")), ValueError, "v is on meta, but q is on cpu"),
-    (dict(pattern=(4, 1)), TypeError, "pattern=(4, 1): must be Dilated(segment_lengths, dilation_rates) or Full()"),
+    (dict(pattern=(4, 1)), TypeError, "pattern=(4, 1): must be Full(), Window(left), Dilated("),
     (dict(pattern=rs.Dilated((4,), (2,)).for_heads(3, 4)), ValueError, "leaves room for 1 KV heads"),
     (dict(lengths=(4, 5)), ValueError, "lengths add up to 9, but the sequence has 10 rows"),
     (dict(lengths=(11, -1)), ValueError, "lengths[1]=-1"),

@@ -1,11 +1,12 @@
 import itertools
+from typing import get_args
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringspan.geometry import Comb
+from ringspan.geometry import Comb, Mask
 from ringspan.views import CallSize, blocks, comb_view, fold
 
 
@@ -42,18 +43,17 @@ def test_folding_keeps_every_tile_once(
     assert sorted(seen) == sorted(x[:, : 4 * segments].flatten().tolist())
 
 
-@given(st.integers(1, 50), st.integers(1, 50), st.integers(1, 20), st.booleans())
-def test_blocks_cover_a_tile_once(query_rows: int, key_rows: int, edge: int, causal: bool) -> None:
-    key_rows = query_rows if causal else key_rows
+@given(st.integers(1, 50), st.integers(1, 50), st.integers(1, 20), st.sampled_from(get_args(Mask)))
+def test_blocks_cover_a_tile_once(query_rows: int, key_rows: int, edge: int, mask: Mask) -> None:
+    key_rows = key_rows if mask == "full" else query_rows
+    seen = {"full": lambda x: x, "causal": torch.tril, "anticausal": torch.triu}
     count = torch.zeros(query_rows, key_rows, dtype=torch.int64)
-    for block in blocks(query_rows, key_rows, causal, edge):
+    for block in blocks(query_rows, key_rows, mask, edge):
         (q, q_size), (k, k_size) = block.queries, block.keys
         assert max(q_size, k_size) <= edge
-        assert not block.causal or q_size == k_size
-        ones = torch.ones(q_size, k_size, dtype=torch.int64)
-        count[q : q + q_size, k : k + k_size] += ones.tril() if block.causal else ones
-    wanted = torch.ones_like(count)
-    assert torch.equal(count, wanted.tril() if causal else wanted)
+        assert block.mask == "full" or q_size == k_size
+        count[q : q + q_size, k : k + k_size] += seen[block.mask](torch.ones(q_size, k_size, dtype=torch.int64))
+    assert torch.equal(count, seen[mask](torch.ones_like(count)))
 
 
 @given(st.integers(1, 2**22), st.integers(1, 2**12), st.sampled_from([4, 256, 4096]), st.sampled_from([0, 16]))

@@ -24,7 +24,7 @@ def test_the_page() -> None:
     for words in (
         "65,536 tokens over 128 ranks",
         "17 (requested)",
-        "A token reaches all 65,536 tokens; segments of 2,048, 8,192, 32,768, 65,536 cross ranks.",
+        "A token reaches all 65,536 tokens; branches of 2,048, 8,192, 32,768, 65,536 rows cross ranks.",
         "which equal the plan",
         "at 25 GB/s and 20 µs per hop",
         "Extrapolated: a step of 128",

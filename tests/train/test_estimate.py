@@ -67,10 +67,10 @@ def test_the_reach_is_of_the_layer_that_sends_most() -> None:
     model = LongNetConfig.named("nano", segment_lengths=(256, 1024), dilation_rates=(1, 4))
     settings = TrainSettings(model=model, tokens=8192, layout="contiguous")
     assert str(reach_of(settings, 4)) == (
-        "A token reaches at most 1,024 of 8,192 tokens, the longest segment; segments of 256, 1,024 cross ranks."
+        "A token reaches at most 1,024 of 8,192 tokens; branches of 256, 1,024 rows cross ranks."
     )
     level = dataclasses.replace(settings, model=dataclasses.replace(model, alternate_shift=False))
-    assert str(reach_of(level, 4)).startswith("No segment crosses ranks, so nothing is sent; ")
+    assert str(reach_of(level, 4)).startswith("No branch crosses ranks, so nothing is sent; ")
     assert estimate_memory(settings, 4).parcels > estimate_memory(level, 4).parcels == 0
 
 

@@ -35,8 +35,8 @@ def test_the_report_of_a_run(tmp_path: Path) -> None:
     page = report.make_page(trials, "ringspan bench")
     assert page.sentence == (
         "256 tokens (64x1,256x4, causal, 2 heads of 16, float32), forward and backward, in 2.00 s on 2 processes, "
-        "2.00 times the speed of one process, with 1 MiB on the largest rank. A token reaches all 256 tokens; segments "
-        "of 256 cross ranks."
+        "2.00 times the speed of one process, with 1 MiB on the largest rank. A token reaches all 256 tokens; branches "
+        "of 256 rows cross ranks."
     )
     speed = cells_of(page, "Speed")
     assert speed[2] == [
@@ -123,12 +123,12 @@ def test_speed_up_needs_a_round_that_is_undisturbed_on_both_sides() -> None:
 def test_a_ring_that_sends_nothing_is_named() -> None:
     short = replace(case(tokens=1024, ranks=2), pattern=rs.Dilated((64, 256), (1, 4)))
     page = report.make_page([replace(measured(short), sent_bytes=(0, 0))], "ringspan bench")
-    assert "nothing sent by the busiest. No segment crosses ranks, so nothing is sent" in page.sentence
+    assert "nothing sent by the busiest. No branch crosses ranks, so nothing is sent" in page.sentence
     assert cells_of(page, "Reach and bytes sent")[1] == [
         "64x1,256x4", "1,024", "2", "contiguous", "256", "none", "nothing", "0.0 MiB"
     ]  # fmt: skip
     (sentence,) = idle_rings(summarize([measured(short)]))
-    assert sentence.startswith("1,024 tokens on 2 ranks: No segment crosses ranks")
+    assert sentence.startswith("1,024 tokens on 2 ranks: No branch crosses ranks")
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +184,7 @@ def test_the_results_page_shows_the_measured_values(suite: tuple[Page, Path]) ->
     assert page.sentence.startswith(
         "4,096 tokens (64x1,256x4,1024x16,4096x64, causal), forward and backward, in 20.5 s on 2 processes, 2.00 times "
         "the speed of one process, with 32 MiB on the largest rank and 3.0 MiB sent by the busiest. A token reaches "
-        "all 4,096 tokens; segments of 4,096 cross ranks. All trials run"
+        "all 4,096 tokens; branches of 4,096 rows cross ranks. All trials run"
     )
     setting = {row[0]: row[1] for row in cells_of(page, "How it was measured")}
     assert "256 tokens 64x1,256x4; 512 tokens 64x1,256x4,512x8" in setting["dilated"]

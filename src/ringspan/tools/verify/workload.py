@@ -222,7 +222,8 @@ def default_tokens(pattern: Pattern) -> int:
         if isinstance(part, Full):
             affordable = _FULL_DEFAULT_TOKENS
         elif isinstance(part, Window):
-            affordable = min(affordable, max(_FULL_DEFAULT_TOKENS, _MAX_WINDOW_PAIRS // reach(part)))
+            keys = (part.left + part.right) // part.dilation + 1
+            affordable = min(affordable, max(_FULL_DEFAULT_TOKENS, _MAX_WINDOW_PAIRS // keys))
         wanted = max(wanted, reach(part) if isinstance(part, Dilated) else affordable)
     return min(wanted, affordable)
 
