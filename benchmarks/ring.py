@@ -7,7 +7,8 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from itertools import product
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,7 @@ from benchmarks.suite import (
     mebibytes,
     yes,
 )
+from ringspan.layout import LayoutName
 from ringspan.oracle import dense_attention
 from ringspan.runtime.device import Cpu
 from ringspan.runtime.launch import run_local_ranks
@@ -39,6 +41,7 @@ from ringspan.tools.bench.trials import RankStopwatch, TurnTimer
 from ringspan.tools.measure import loopback_bytes_sent
 
 PATTERN = rs.Dilated((2048, 8192, 32768), (1, 4, 16))
+WINDOW = rs.Window(1023)
 RING_SIZES = (1, 2, 4, 8)
 WIRE_RANKS = 4
 SPEED_TEXT = """\
@@ -73,6 +76,7 @@ def speed(run: Measuring) -> list[dict[str, Any]]:
     dilated = run.sized((False, True), (True,), (False, True))
     cases = [SpeedCase("dilated", pattern_up_to(), n, causal) for causal in dilated]
     cases += [SpeedCase("full", rs.Full(), full, causal) for causal in (False, True)]
+    cases.append(SpeedCase("window", WINDOW, n, causal=True))
     rounds = 1 if run.size == "quick" else int(run.options["rounds"])
     rows = []
     for case in cases:
@@ -87,7 +91,7 @@ def speed(run: Measuring) -> list[dict[str, Any]]:
 
 def measure_speed(case: SpeedCase, rounds: int) -> dict[str, dict[str, list[float]]]:
     """On each of two ranks: seconds of every way to compute the case, by pass."""
-    ring = rs.Ring(layout="zigzag" if case.causal else "contiguous")
+    ring = rs.Ring(layout="zigzag" if case.causal and case.pattern != WINDOW else "contiguous")
     generator = torch.Generator().manual_seed(0)
     whole = [torch.randn(1, case.n, HEADS, HEAD_DIM, generator=generator, requires_grad=True) for _ in range(3)]
     mine = [ring.split_sequence(x.detach()).clone().requires_grad_() for x in whole]
@@ -157,23 +161,23 @@ def _forward_and_backward(ring: rs.Ring, pattern: rs.Pattern, n: int) -> None:
 
 def sent_bytes(run: Measuring) -> dict[str, Any]:
     n = run.sized(4096, 32768, 32768)
-    rows = run_local_ranks(WIRE_RANKS, measure_bytes, PATTERN, n, timeout_seconds=600)[0]
+    rows = run_local_ranks(WIRE_RANKS, measure_bytes, n, timeout_seconds=600)[0]
     plain = n * (WIRE_RANKS - 1) * 2 * HEADS * HEAD_DIM * 4  # every shard visits all other ranks, undilated
     return dict(n=n, ranks=WIRE_RANKS, rows=rows, plain_ring=plain, all_gather=plain)
 
 
-def measure_bytes(pattern: rs.Pattern, n: int) -> list[dict[str, Any]]:
-    """For each layout: bytes sent by all ranks as planned, as counted, and according to the loopback interface."""
+def measure_bytes(n: int) -> list[dict[str, Any]]:
+    """For each pattern and layout: bytes sent by all ranks as planned, as counted, and by the loopback interface."""
     rows = []
-    for layout in ("contiguous", "zigzag"):
-        for causal in (False, True):
+    for name, pattern in (("dilated", PATTERN), ("window", WINDOW)):
+        for layout, causal in product(get_args(LayoutName), (False, True)):
             ring = rs.Ring(layout=layout)
             held = ring.layout_of(n).rows_of(ring.rank)
             tensors = [torch.randn(1, held, HEADS, HEAD_DIM, requires_grad=True) for _ in range(3)]
             plan = rs.plan(
                 pattern, n, ring_size=ring.size, layout=ring.layout, causal=causal, heads=HEADS, head_dim=HEAD_DIM
             )
-            row: dict[str, Any] = dict(layout=layout, causal=causal)
+            row: dict[str, Any] = dict(name=name, layout=layout, causal=causal)
             for direction in ("forward", "backward"):
                 ring.reset_counters()
                 dist.barrier()
@@ -316,22 +320,24 @@ def memory_table(rows: list[dict[str, Any]], dilated: tuple[float, float, float]
 
 
 def bytes_table(found: dict[str, Any]) -> Table:
-    cells: Rows = [
-        ["layout", "causal", "pass", "planned", "counted by the ranks", "loopback interface", "of a plain ring"]
-    ]
+    cells: Rows = [["case", "pass", "planned", "counted by the ranks", "loopback interface", "of a plain ring"]]
     for row in found["rows"]:
         for direction, times in (("forward", 1), ("backward", 2)):
             sizes = row[direction]
-            over = f" (+{sizes['wire'] / sizes['counted'] - 1:.1%})" if sizes["counted"] else ""
+            over = f" ({sizes['wire'] / sizes['counted'] - 1:+.1%})" if sizes["counted"] else ""
             counts = [f"{sizes['planned']:,}", f"{sizes['counted']:,}", f"{sizes['wire']:,}{over}"]
             share = f"{sizes['planned'] / (times * found['plain_ring']):.1%}"
-            cells.append([row["layout"], yes(row["causal"]), direction, *counts, share])
+            case = f"{row['name']}, {row['layout']}{', causal' if row['causal'] else ''}"
+            cells.append([case, direction, *counts, share])
     for name, key in (("plain ring of K and V", "plain_ring"), ("all-gather of K and V", "all_gather")):
-        cells.append([name, "no", "forward", f"{found[key]:,}", "", "", "100.0%"])
+        cells.append([name, "forward", f"{found[key]:,}", "", "", "100.0%"])
+    halo = (found["ranks"] - 1) * WINDOW.left * 2 * HEADS * HEAD_DIM * 4
     text = (
-        f"Segments (2048, 8192, 32768), rates (1, 4, 16), n = {found['n']}, {found['ranks']} ranks, 8 heads of 64, "
-        "fp32: bytes sent by all ranks together. The loopback interface also counts frame headers, acknowledgements "
-        "and two barriers."
+        f"Dilated: segments (2048, 8192, 32768), rates (1, 4, 16). Window: `rs.Window({WINDOW.left})`. "
+        f"n = {found['n']}, {found['ranks']} ranks, {HEADS} heads of {HEAD_DIM}, fp32: bytes sent by all ranks "
+        f"together. The halo of the window is {WINDOW.left:,} rows of K and V at each of {found['ranks'] - 1} borders "
+        f"of contiguous shards: {halo:,} bytes. The loopback interface also counts frame headers, acknowledgements and "
+        "two barriers."
     )
     return Table("Bytes sent", cells, text)
 
