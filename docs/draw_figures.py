@@ -18,16 +18,19 @@ def main() -> None:
     zigzag = rs.plan(spread, 32768, ring_size=4, layout="zigzag", causal=True)
     small_contiguous, note = scaled_down(contiguous)
     small_zigzag, _ = scaled_down(zigzag)
+    halo = rs.plan(rs.Window(6), 64, ring_size=4, layout="contiguous", causal=True, heads=1)
     pictures = {
         "ring": draw_ring(),
         "worked_example": draw_pattern(example, 16, 2),
         "worked_example_causal": draw_pattern(example, 16, 2, causal=True),
         "longnet_causal": draw_pattern(longnet, 32, 3, causal=True),
         "shifted": draw_pattern(rs.Dilated((8, 16), (1, 2), shift=4), 32, 2),
+        "window_sum": draw_pattern(rs.Window(3) + rs.Dilated((32,), (4,)), 32, 2, causal=True),
         "schedule_contiguous": draw_schedule(contiguous),
         "schedule_zigzag": draw_schedule(zigzag),
         "work_contiguous": draw_work(small_contiguous, note=note),
         "work_zigzag": draw_work(small_zigzag, note=note),
+        "work_window": draw_work(halo),
     }
     for name, figure in pictures.items():
         figure.savefig(FIGURES / f"{name}.png", dpi=130)

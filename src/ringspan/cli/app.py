@@ -74,7 +74,7 @@ def load_command(name: str) -> Any:
 app = typer.Typer(
     name="ringspan",
     cls=Commands,
-    help="Exact context parallelism: dilated (LongNet) and full attention over a ring of devices. "
+    help="Exact context parallelism: full, sliding-window and dilated (LongNet) attention over a ring of devices. "
     "Verify it, plan it, measure it, train with it.",
     epilog="Start with `ringspan verify`. Every command has examples: `ringspan COMMAND --help`.",
     no_args_is_help=True,
