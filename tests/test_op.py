@@ -56,7 +56,7 @@ def forward_mode(function: Callable[[Tensor], Tensor], x: Tensor) -> None:
 
 # torch itself compiles its forward-mode formulas with torch.jit.script, which it deprecates.
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("operand", [0, 1, 2])
+@pytest.mark.parametrize("operand", [0, 1, 2, 3], ids=["q", "k", "v", "sinks"])
 @pytest.mark.parametrize(
     "differentiate",
     [
@@ -69,9 +69,11 @@ def forward_mode(function: Callable[[Tensor], Tensor], x: Tensor) -> None:
 )
 def test_forward_mode_is_refused(differentiate: Any, operand: int) -> None:
     tensors = [x.detach() for x in qkv()]
+    tensors.append(torch.zeros(tensors[0].shape[2], dtype=tensors[0].dtype))
 
     def layer(x: Tensor) -> Tensor:
-        return rs.attention(*tensors[:operand], x, *tensors[operand + 1 :], pattern=PATTERN)  # type: ignore[misc, call-overload]
+        q, k, v, sinks = (*tensors[:operand], x, *tensors[operand + 1 :])
+        return rs.attention(q, k, v, pattern=PATTERN, sinks=sinks)
 
     with pytest.raises(NotImplementedError, match="reverse-mode gradients only"):
         differentiate(layer, tensors[operand])

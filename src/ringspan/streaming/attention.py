@@ -23,6 +23,7 @@ from ringspan.streaming.job import (
     ShardReporter,
     StreamOptions,
     StreamSummary,
+    check_gradients,
     check_sink,
     make_job,
 )
@@ -142,12 +143,13 @@ def stream_backward(
     ``"grad_out"``. The folder holds the progress file, so that the run can be interrupted, and the spool: for each
     parcel, and each shard that uses it, as many rows in the accumulation dtype. That is what a ring with
     ``routing="direct"`` returns to the owners. Delete the folder after the run. All other arguments are as for
-    `stream_attention`. The gradient of the sinks is not computed.
+    `stream_attention`. Gradients of the sinks and through the lse are refused.
     """
     folder = Path(folder)
     path = folder / "progress.jsonl"
     options = StreamOptions(causal, scale, softcap, sinks, lengths, cu_seqlens, budget_bytes, shards, device, kernel)
     job = make_job(source, seq_len, pattern, options, progress=path, backward=True)
+    check_gradients(source)
     check_sink(sink, backward=True)
     state = RunProgress(path, job.settings("stream_backward", sink), job.fingerprint)
     sink.resume([record for step, record in state.finished.items() if step.startswith("gradients")])

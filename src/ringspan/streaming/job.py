@@ -149,11 +149,9 @@ def make_job(
     scores = ScoreOptions(scale_for(options.scale, like_q), softcap_for(options.softcap, like_q))
     kernel = kernel_for(options.kernel, like_q, scores.softcap)
     check_pattern(pattern, shape.kv_heads)
-    sinks = None if options.sinks is None else options.sinks.detach().to(device)
-    if sinks is not None and sinks.shape != (shape.heads,):
-        raise ValueError(
-            f"sinks has shape {tuple(sinks.shape)}: streaming takes ({shape.heads},), one logit per query head"
-        )
+    if not isinstance(options.causal, bool):
+        raise TypeError(f"causal={options.causal!r}: must be True or False")
+    sinks = None if options.sinks is None else _one_per_head(options.sinks, shape.heads).to(device)
     shards, budget_bytes = options.shards, options.budget_bytes
     if shards is not None and not 1 <= as_int("shards", shards) <= seq_len:
         raise ValueError(f"shards={shards}: must be in 1 .. {seq_len}, so that each has rows")
@@ -187,6 +185,19 @@ def make_job(
         )
     names = ("grad_out", *INPUTS, *OUTPUTS) if backward else INPUTS
     return Job(source, names, plan_with(shards), scores, sinks, kernel, device, Counters())
+
+
+def _one_per_head(sinks: Any, heads: int) -> Tensor:
+    """The sinks. Raises unless they are (heads,), floating-point, and need no gradient."""
+    if not isinstance(sinks, Tensor):
+        raise TypeError(f"sinks is a {type(sinks).__name__}: must be a torch.Tensor")
+    if sinks.shape != (heads,):
+        raise ValueError(f"sinks has shape {tuple(sinks.shape)}: streaming takes ({heads},), one logit per query head")
+    if not sinks.dtype.is_floating_point:
+        raise ValueError(f"sinks is {sinks.dtype}: must be floating-point; cast with .to()")
+    if torch.is_grad_enabled() and sinks.requires_grad:
+        raise ValueError("sinks requires gradients, which streaming does not compute: pass sinks.detach()")
+    return sinks.detach()
 
 
 def fewest_shards(plan_with: Callable[[int], RingPlan], workspace: int, budget_bytes: int, *, backward: bool) -> int:
@@ -345,6 +356,12 @@ class ShardReporter:
     def summary(self) -> StreamSummary:
         done = self.progress
         return StreamSummary(self.steps, self.resumed, done.seconds, done.parcel_bytes, self.job.counters.peak_bytes)
+
+
+def check_gradients(source: Source) -> None:
+    """Raise if the source has a gradient that backward would ignore."""
+    if isinstance(source, TensorRows) and "grad_lse" in source.tensors:
+        raise ValueError("the source has grad_lse: stream_backward takes the gradient of out only; remove grad_lse")
 
 
 def check_sink(sink: Sink, *, backward: bool) -> None:
