@@ -39,8 +39,11 @@ def check_tensors(q: Any, k: Any, v: Any) -> None:
     _check_reverse_mode(q, k, v)
 
 
-def check_operands(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise unless dtypes, devices and shapes of q, k and v agree. Call it after `autocast`."""
+def check_operands(q: Tensor, k: Tensor, v: Tensor, *, some_rows: bool = False) -> None:
+    """Raise unless dtypes, devices and shapes of q, k and v agree. Call it after `autocast`.
+
+    With ``some_rows``, q holds only some rows of the sequence.
+    """
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
             raise ValueError(f"{name} is {x.dtype}, but q is {q.dtype}: all three need one dtype; cast with .to()")
@@ -51,7 +54,7 @@ def check_operands(q: Tensor, k: Tensor, v: Tensor) -> None:
     if k.shape != v.shape:
         raise ValueError(f"k has shape {tuple(k.shape)}, v has {tuple(v.shape)}: they must be equal")
     for dim, what in ((0, "batch"), (1, "seq"), (3, "head_dim")):
-        if q.shape[dim] != k.shape[dim]:
+        if q.shape[dim] != k.shape[dim] and not (some_rows and what == "seq"):
             raise ValueError(
                 f"q has shape {tuple(q.shape)}, k has {tuple(k.shape)}: {what} must be equal "
                 f"(shapes are (batch, seq, heads, head_dim))"
@@ -63,9 +66,9 @@ def check_operands(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"q has {heads} heads, k and v have {kv_heads}: the KV heads must divide the query heads")
 
 
-def _check_reverse_mode(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _check_reverse_mode(*tensors: Tensor) -> None:
     """Refuse dual tensors: torch would treat the missing forward-mode derivative of a custom operator as 0."""
-    if any(unpack_dual(x).tangent is not None for x in (q, k, v)):
+    if any(unpack_dual(x).tangent is not None for x in tensors):
         raise NotImplementedError(
             "forward-mode derivatives (torch.func.jvp, jacfwd, linearize, forward_ad): ringspan's attention has "
             "reverse-mode gradients only. Use .backward() or torch.autograd.grad, or "
@@ -88,6 +91,7 @@ def check_sinks(sinks: Any, q: Tensor) -> None:
         return
     if not isinstance(sinks, Tensor):
         raise TypeError(f"sinks is a {type(sinks).__name__}: must be a torch.Tensor")
+    _check_reverse_mode(sinks)
     batch, rows, heads, _ = q.shape
     if sinks.shape not in ((heads,), (batch, rows, heads)):
         raise ValueError(
