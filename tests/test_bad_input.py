@@ -52,6 +52,11 @@ CASES: list[tuple[dict[str, Any], type[Exception], str]] = [
     (dict(causal=1), TypeError, "causal=1: must be True or False"),
     (dict(scale="big"), TypeError, "scale='big': must be a number"),
     (dict(scale=float("nan")), ValueError, "scale=nan: must be finite"),
+    (dict(softcap=0.0), ValueError, "softcap=0.0: must be positive"),
+    (dict(softcap=1e-50), ValueError, "softcap=1e-50: must be positive in torch.float32"),
+    (dict(sinks=[0.0] * 4), TypeError, "sinks is a list: must be a torch.Tensor"),
+    (dict(sinks=torch.zeros(5)), ValueError, "sinks has shape (5,), q has (1, 10, 4, 8)"),
+    (dict(sinks=torch.zeros(4, dtype=torch.int64)), ValueError, "sinks is torch.int64: must be floating-point"),
     (dict(scale=1e39), ValueError, "scale=1e+39: must be finite in torch.float32, the dtype of the scores"),
 ]
 

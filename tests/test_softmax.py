@@ -1,8 +1,9 @@
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringspan.softmax import merge_, put_
+from ringspan.softmax import merge_, put_, sinks_gradient
 
 
 def partial(scores: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,3 +62,11 @@ def test_parts_in_16_bits_are_merged_in_32() -> None:
     for _ in range(64):
         merge_(out, lse, torch.full((1, 1), 1.0, dtype=torch.bfloat16), torch.zeros(1))
     torch.testing.assert_close(out.item(), 64 / 65)
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 5, 3)], ids=["per head", "per row"])
+def test_the_gradient_of_sinks_has_the_layout_that_the_fake_operator_promises(shape: tuple[int, ...]) -> None:
+    """Compiled code relies on it."""
+    out, lse, sinks = torch.randn(2, 5, 3, 4), torch.randn(2, 3, 5), torch.randn(shape)
+    grad = sinks_gradient(torch.randn(2, 5, 3, 4), None, out, lse, sinks)
+    assert grad.stride() == torch.empty(shape).stride()

@@ -52,7 +52,8 @@ def sinks_gradient(grad_out: Tensor | None, grad_lse: Tensor | None, out: Tensor
         share -= (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(1, 2)
     weight = (_by_head(sinks, lse) - lse).exp_().masked_fill_(lse == -torch.inf, 0.0)
     grad = share.mul_(weight)
-    return (grad.sum((0, 2)) if sinks.dim() == 1 else grad.transpose(1, 2)).to(sinks.dtype)
+    # Contiguous, as the fake operator promises to torch.compile.
+    return (grad.sum((0, 2)) if sinks.dim() == 1 else grad.transpose(1, 2).contiguous()).to(sinks.dtype)
 
 
 def _by_head(sinks: Tensor, lse: Tensor) -> Tensor:

@@ -122,9 +122,9 @@ def softcap_for(softcap: Any, q: Tensor) -> float:
     """The soft cap of the scores; 0 for None."""
     if softcap is None:
         return 0.0
-    cap = _finite("softcap", softcap, q)
-    if cap <= 0:
-        raise ValueError(f"softcap={softcap}: must be positive, or None for scores without a cap")
+    cap, wide = _finite("softcap", softcap, q), kernels.accumulation_dtype(q.dtype)
+    if cap < torch.finfo(wide).tiny:
+        raise ValueError(f"softcap={softcap}: must be positive in {wide}, or None for scores without a cap")
     return cap
 
 

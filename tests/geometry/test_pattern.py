@@ -1,10 +1,12 @@
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import ringspan as rs
-from ringspan.geometry import parse_pattern, unselected_row
+from ringspan.geometry import PatternSum, parse_pattern, unselected_row
 from ringspan.oracle import multiplicity
 from tests.strategies import dilated, lengths, patterns
 
@@ -73,6 +75,18 @@ def test_patterns_as_users_type_them() -> None:
 def test_texts_of_no_pattern_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"must be full"):
         parse_pattern(text)
+
+
+@pytest.mark.parametrize("text", ["window x", "window 5.5", "window 1_000", "window 3 right -1", "8xtwo"])
+def test_counts_in_texts_are_whole_numbers(text: str) -> None:
+    with pytest.raises(ValueError, match=r"must be a whole number"):
+        parse_pattern(text)
+
+
+@pytest.mark.parametrize("terms", [(1, 2), "ab", (rs.Full(),), (rs.Full(), rs.Full() + rs.Window(1))])
+def test_a_sum_has_at_least_two_simple_patterns(terms: Any) -> None:
+    with pytest.raises(ValueError, match="two or more patterns"):
+        PatternSum(terms)
 
 
 def test_patterns_are_values() -> None:

@@ -163,3 +163,14 @@ def test_contiguous_is_the_best_layout_of_a_window(left: int, causal: bool) -> N
     assert rs.plan(rs.Window(left), 2**18, ring_size=8, layout="contiguous", causal=True).imbalance < 1.1
     far = rs.Window(left) + rs.Full()
     assert rs.best_layout(far, 2**18, 8, causal=True).layout == "zigzag", "full attention is the larger part"
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_a_window_that_covers_its_document_is_planned_as_full_attention(layout: LayoutName, causal: bool) -> None:
+    window, documents = rs.Window(39, 0 if causal else 39), Documents((40, 1, 0, 25, 40))
+    for size in (1, 3):
+        split = Layout(layout, documents.rows, size)
+        for rank in range(size):
+            plans = [plan_rank(pattern, documents, split, rank, 2, causal) for pattern in (window, rs.Full())]
+            assert plans[0] == plans[1]

@@ -121,7 +121,9 @@ class PatternSum(Pattern):
     terms: tuple[Pattern, ...]
 
     def __post_init__(self) -> None:
-        if len(self.terms) < 2 or any(isinstance(term, PatternSum) for term in self.terms):
+        object.__setattr__(self, "terms", tuple(self.terms))
+        simple = all(isinstance(term, Pattern) and not isinstance(term, PatternSum) for term in self.terms)
+        if len(self.terms) < 2 or not simple:
             raise ValueError(f"terms={self.terms}: a sum has two or more patterns, none of them a sum; write a + b")
 
     @property
@@ -344,8 +346,14 @@ _DILATED = re.compile(
 )
 
 
+def _whole_number(text: str) -> int:
+    if not text.isdecimal():
+        raise ValueError(f"{text!r} must be a whole number")
+    return int(text)
+
+
 @lru_cache(maxsize=256)
-def parse_pattern(text: str, read_count: Callable[[str], int] = int) -> Pattern:
+def parse_pattern(text: str, read_count: Callable[[str], int] = _whole_number) -> Pattern:
     """The pattern that a text describes: terms joined by ``+``, each as `Full.text`, `Dilated.text` or `Window.text`.
 
     ``read_count`` reads a length or a rate; the command line also accepts 32k.

@@ -11,7 +11,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from ringspan.geometry import Comb, Documents, Pattern, SegmentBranch, WindowBranch, band, group_heads, segment_runs
+from ringspan.geometry import (
+    Branch,
+    Comb,
+    Documents,
+    Pattern,
+    SegmentBranch,
+    WindowBranch,
+    band,
+    group_heads,
+    segment_runs,
+)
 from ringspan.layout import Layout, Span
 from ringspan.planning.routes import Routing, Shared, SharedSegment, owner_sends, shared_window
 from ringspan.planning.tiles import Message, Packing, Parcel, Tile, fuse_equal_segments, parcel_lanes
@@ -100,14 +110,22 @@ def plan_rank(
                 continue
             branch = pattern.branches(stop - start, kv_heads)[number]
             if isinstance(branch, WindowBranch):
-                window = branch.up_to_own_row() if causal else branch
-                local += draft.add_window(number, window, (start, stop), held)
+                branch = _window_or_segment(branch, stop - start, kv_heads, causal)
+            if isinstance(branch, WindowBranch):
+                local += draft.add_window(number, branch, (start, stop), held)
             else:
                 local += draft.add_segments(number, branch, (start, stop), held)
         # Fresh tiles store their results, so they come before other tiles of the same rows.
         draft.hops[0].tiles += sorted(fuse_equal_segments(local), key=lambda tile: not tile.fresh)
     hops = tuple(draft.hops[number].hop() for number in range(max(draft.hops, default=0) + 1))
     return RankPlan(rank, layout.rows_of(rank), kv_heads, hops, tuple(draft.packings))
+
+
+def _window_or_segment(window: WindowBranch, rows: int, kv_heads: int, causal: bool) -> Branch:
+    """The window under causality, or one segment if it covers the document: that is one tile instead of a few."""
+    window = window.up_to_own_row() if causal else window
+    covers = window.rate == 1 and window.left >= rows - 1 and (causal or window.right >= rows - 1)
+    return SegmentBranch(rows, 1, offsets=(0,) * kv_heads) if covers else window
 
 
 @dataclass

@@ -128,7 +128,7 @@ class Job:
             "sink": type(sink).__name__,
             "scale": self.scores.scale,
             "softcap": self.scores.softcap,
-            "sinks": None if self.sinks is None else self.sinks.tolist(),
+            "sinks": None if self.sinks is None else str(self.sinks.tolist()),  # as text: NaN equals no other NaN
             "kernel": self.kernel.name,
         }
 
