@@ -19,8 +19,8 @@ from ringspan.models import Decoder, LongNet, LongNetConfig
 from ringspan.runtime.launch import run_local_ranks
 
 SIZES: dict[str, Any] = dict(layers=2, width=64, heads=4, kv_heads=2)
-BOUNDED_PATTERN: dict[str, Any] = dict(segment_lengths=(1024, 4096, 16384), dilation_rates=(1, 4, 16))
-FULL_PATTERN: dict[str, Any] = dict(segment_lengths=(), dilation_rates=())
+BOUNDED_PATTERN: dict[str, Any] = dict(patterns=("1024x1,4096x4,16384x16", "1024x1,4096x4,16384x16 shift 512"))
+FULL_PATTERN: dict[str, Any] = dict(patterns=("full",))
 TIMED_TOKENS = 20  # with the full cache, at each length
 ALL_BRANCHES_FULL = 16384  # from this token on every branch has been full once, so memory must not grow
 

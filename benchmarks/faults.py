@@ -28,7 +28,7 @@ from ringspan.train.metrics import read_metrics
 STEPS, SAVE_EVERY = 24, 4
 LONGEST_SECONDS = 400  # for a run, including restarts on a busy machine
 FLAGS = (
-    *("--model", "nano", "--segment-lengths", "128,1024", "--dilation-rates", "1,8", "--tokens", "2048"),
+    *("--model", "nano", "--pattern", "128x1,1024x8", "--pattern", "128x1,1024x8 shift 64", "--tokens", "2048"),
     *("--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--resume", "auto"),
 )
 # Faults by attempt. Only a second attempt loads a checkpoint, so in `loading` the first one is killed as well.

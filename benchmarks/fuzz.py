@@ -272,7 +272,7 @@ def changed(path: Path, content: bytes) -> Iterator[None]:
 
 def files(run: Measuring) -> list[dict[str, Any]]:
     rounds = 20 if run.size == "quick" else int(run.options["rounds"])
-    model = LongNetConfig.named("nano", segment_lengths=(16, 128), dilation_rates=(1, 4))
+    model = LongNetConfig.named("nano", patterns=("16x1,128x4", "16x1,128x4 shift 8"))
     settings = TrainSettings(model=model, data=(str(ROOT / "src"),), tokens=256, steps=2, out=str(run.folder))
     (found,) = run_local_ranks(1, fuzz, settings, rounds, timeout_seconds=60.0 + 6 * rounds * LONGEST)
     return [

@@ -29,7 +29,7 @@ from benchmarks.suite import (
 from ringspan.train.metrics import read_metrics
 
 ROUNDS = 3  # one rank and two ranks take turns
-SMALL = ("--model", "nano", "--tokens", "4096", "--segment-lengths", "256,4096", "--dilation-rates", "1,16")
+SMALL = ("--model", "nano", "--tokens", "4096", "--pattern", "256x1,4096x16", "--pattern", "256x1,4096x16 shift 128")
 
 Steps = list[dict[str, Any]]
 
@@ -218,7 +218,7 @@ def context_table(scores: list[dict[str, Any]]) -> Rows:
 
 
 def reach_table(progress: list[dict[str, Any]]) -> Rows:
-    names = [f"{row['segments'][-1]:,}" for row in progress[0]["branches"]]
+    names = [f"{row['reach']:,}" for row in progress[0]["branches"]]
     cells = [["steps", "bits per byte", *(f"{a} → {b}" for a, b in itertools.pairwise(names))]]
     for stage in progress:
         bits = [row["bits_per_byte"] for row in stage["branches"]]

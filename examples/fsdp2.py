@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 
 import ringspan as rs
 
-CONFIG = rs.models.LongNetConfig.named("nano", segment_lengths=(64, 256), dilation_rates=(1, 4))
+CONFIG = rs.models.LongNetConfig.named("nano", patterns=("64x1,256x4", "64x1,256x4 shift 32"))
 TOKENS, STEPS, RING = 500, 3, 2
 
 Weights = dict[str, torch.Tensor]

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import ringspan as rs
 
-CONFIG = rs.models.LongNetConfig.named("nano", heads=4, kv_heads=2, segment_lengths=(64, 256), dilation_rates=(1, 4))
+CONFIG = rs.models.LongNetConfig.named("nano", heads=4, kv_heads=2, patterns=("64x1,256x4", "64x1,256x4 shift 32"))
 TOKENS, TENSOR = 501, 2
 SPLIT = {
     "attention.queries": ColwiseParallel(),

@@ -72,7 +72,7 @@ def test_commands_use_this_console(path: Path) -> None:
 
 def test_a_folder_name_with_brackets_is_printed_unchanged(tmp_path: Path) -> None:
     folder = tmp_path / "runs[red]1[end]"
-    small = ["--model", "nano", "--segment-lengths", "32", "--dilation-rates", "1", "--tokens", "64", "--steps", "1"]
+    small = ["--model", "nano", "--pattern", "32x1", "--tokens", "64", "--steps", "1"]
     said = run("train", str(ROOT / "src/ringspan/cli"), *small, "--out", str(folder))
     assert f"The model is in {folder}/model" in said
     document = json.loads(run("train", "--preset", "quick", "--dry-run", "--json", "--out", str(folder)))

@@ -19,7 +19,7 @@ from tests.ranks import starts_processes
 
 pytestmark = starts_processes
 
-CONFIG = LongNetConfig.named("nano", segment_lengths=(16, 64), dilation_rates=(1, 4))
+CONFIG = LongNetConfig.named("nano", patterns=("16x1,64x4", "16x1,64x4 shift 8"))
 
 
 def ringspan(*arguments: str, ranks: int = 0, text: bytes = b"") -> subprocess.CompletedProcess[bytes]:

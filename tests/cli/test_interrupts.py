@@ -23,7 +23,7 @@ pytestmark = starts_processes
 
 DATA = Path(torch.__file__).parent / "nn"
 SMALL = (
-    *("train", str(DATA), "--model", "nano", "--segment-lengths", "32,256", "--dilation-rates", "1,4"),
+    *("train", str(DATA), "--model", "nano", "--pattern", "32x1,256x4"),
     *("--tokens", "4k", "--steps", "20", "--save-every", "1000"),
 )
 HANG = 300  # seconds
@@ -119,7 +119,7 @@ def test_a_second_interrupt_stops_at_once_and_names_the_last_checkpoint(tmp_path
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = LongNetConfig.named("nano", segment_lengths=(16, 64), dilation_rates=(1, 4))
+    config = LongNetConfig.named("nano", patterns=("16x1,64x4",))
     folder: Path = tmp_path_factory.mktemp("run")
     LongNet(config).save_pretrained(folder / "model")
     (folder / "settings.json").write_text(TrainSettings(model=config, data=(str(DATA),)).to_json())

@@ -13,14 +13,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from ringspan.cli.app import app
+from ringspan.train.metrics import read_metrics
 from tests.ranks import starts_processes
 
 pytestmark = starts_processes
 
-SMALL = ("--model", "nano", "--segment-lengths", "32,256", "--dilation-rates", "1,4", "--tokens", "512", "--steps", "3")
+SMALL = ("--model", "nano", "--pattern", "32x1,256x4", "--tokens", "512", "--steps", "3")
 
 
 def ringspan(*arguments: str, ranks: int = 0, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -53,6 +55,47 @@ def test_train_on_two_ranks_resume_and_evaluate(tmp_path: Path) -> None:
     assert 2 < found["bigram"] < 6
     assert evaluate(run, "--contexts", "512,1k", "--step", "5", "--no-branches")["scores"] == found["scores"]
     assert evaluate(run, "--contexts", "512,1k", "--step", "3", "--no-branches")["scores"] != found["scores"]
+
+
+def test_train_windows_sinks_and_a_soft_cap_on_two_ranks(tmp_path: Path) -> None:
+    run, flags = tmp_path / "run", ("--tokens", "512", "--steps", "3", "--layers", "3", "--dtype", "float64")
+    model = ("--pattern", "window 31 + 256x4", "--pattern", "window 1k", "--sinks", "--softcap", "20")
+    data = str(Path(torch.__file__).parent / "nn")
+    two = ringspan("train", data, *flags, *model, "--out", str(run), ranks=2)
+    assert two.returncode == 0, two.stderr
+    assert "Layers 0, 2: window 31 + 256x4. A token reaches at most 256 of 512 tokens" in two.stdout
+    assert "Layer 1: window 1024. A token reaches all 512 tokens" in two.stdout
+    one = ringspan("train", data, *flags, *model, "--out", str(tmp_path / "one"))
+    assert one.returncode == 0, one.stderr
+    losses = [[step["loss"] for step in read_metrics(folder)] for folder in (run, tmp_path / "one")]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-9)
+    assert losses[0][2] < losses[0][0]
+    settings = json.loads((run / "settings.json").read_text())["model"]
+    assert settings["patterns"] == ["window 31 + 256x4", "window 1024"]
+    assert (settings["sinks"], settings["softcap"]) == (True, 20.0)
+    weights = load_file(run / "model/model.safetensors")
+    assert all(weights[f"layers.{layer}.attention.sinks"].any() for layer in range(3))  # they start at 0
+    found = evaluate(run, "--contexts", "512,1k", "--windows", "4")
+    assert [row["reach"] for row in found["branches"]] == [8, 16, 32, 256, 1025]
+    assert found["branches"][-1]["bits_per_byte"] == found["scores"][-1]["bits_per_byte"]  # nothing is cut
+    done = CliRunner().invoke(app, ["generate", str(run), "--prompt", "def ", "--tokens", "50", "--json"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["cache_bound"] == 1025
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--pattern", "1024"), "'1024' must be full"),
+        (("--pattern", "window 8", "--pattern", "64x0"), r"dilation_rates\[0\]=0"),
+        (("--softcap", "-1"), "softcap=-1.0: must not be negative"),
+        (("--segment-lengths", "64"), "No such option.*--segment-lengths"),
+    ],
+)
+def test_invalid_model_settings_are_errors(flags: tuple[str, ...], words: str) -> None:
+    result = CliRunner().invoke(app, ["train", "--dry-run", *flags], env={"COLUMNS": "300"})
+    assert result.exit_code == 2, result.output
+    assert re.search(words, " ".join(result.stderr.replace("│", " ").split()))
 
 
 @pytest.fixture(scope="module")
@@ -160,16 +203,20 @@ def test_a_dry_run_prints_estimates_and_trains_nothing(tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     assert found["ranks"] == 2
     assert found["bytes"]["total"] == sum(count for name, count in found["bytes"].items() if name != "total")
-    assert found["pattern"] == "512x1,8192x16,262144x512"
+    assert found["patterns"] == {"512x1,8192x16,262144x512": [0], "512x1,8192x16,262144x512 shift 256": [1]}
     assert (found["tokens"], found["steps"], found["model"]["width"]) == (262144, 20, 64)
     assert found["seconds"]["run"] == 20 * found["seconds"]["step"] > 0
     assert not (tmp_path / "run").exists()
 
 
 def test_a_dry_run_as_text() -> None:
-    said = " ".join(ringspan("train", "--dry-run", "--tokens", "512", "--steps", "10").stdout.split())
-    assert "Model: 139,584 parameters; 2 layers of width 64" in said
-    assert "Pattern: 1024x1,4096x4,16384x16, causal" in said
-    assert "Run: 10 steps of 512 tokens x 1 x 1 (batch x accumulate) on 1 rank(s)" in said
+    patterns = ("--pattern", "window 63 + 1k x4", "--pattern", "full", "--layers", "5")
+    done = ringspan("train", "--dry-run", *patterns, "--tokens", "512", "--steps", "10", "--ranks", "2")
+    assert done.returncode == 0, done.stderr
+    said = " ".join(done.stdout.split())
+    assert "Model: 299,712 parameters; 5 layers of width 64" in said
+    assert "Layers 0, 2, 4: window 63 + 1024x4. A token reaches all 512 tokens; branches of 64, 512 rows cross" in said
+    assert "Layers 1, 3: full. A token reaches all 512 tokens" in said
+    assert "Run: 10 steps of 512 tokens x 1 x 1 (batch x accumulate) on 2 rank(s)" in said
     assert re.search(r"Time: about \S+ s per step, \S+ s in total. An estimate:", said)
     assert "activations" in said

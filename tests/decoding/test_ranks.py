@@ -189,7 +189,7 @@ def test_prefill_in_bfloat16() -> None:
 @on_ranks(2, 3)
 def test_a_model_generates_the_same_over_the_ring_as_alone() -> None:
     torch.manual_seed(1)
-    config = LongNetConfig.named("nano", segment_lengths=(16, 64), dilation_rates=(1, 4), kv_heads=1)
+    config = LongNetConfig.named("nano", patterns=("16x1,64x4", "16x1,64x4 shift 8"), kv_heads=1)
     model = LongNet(config).double()
     with torch.no_grad():
         for weight in model.parameters():

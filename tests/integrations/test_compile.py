@@ -14,7 +14,7 @@ from ringspan.runtime.launch import run_local_ranks
 from tests.integrations.models import small_model
 from tests.ranks import starts_processes
 
-CONFIG = LongNetConfig.named("nano", segment_lengths=(16, 64), dilation_rates=(1, 4))
+CONFIG = LongNetConfig.named("nano", patterns=("16x1,64x4", "16x1,64x4 shift 8"))
 STEPS, TOKENS = 3, 101
 
 

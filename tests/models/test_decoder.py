@@ -10,9 +10,10 @@ import torch
 import ringspan as rs
 from ringspan.decoding import Sampler
 from ringspan.models import Decoder, LongNet, LongNetConfig
+from tests.models.mixed import MIXED
 
 CONFIG = LongNetConfig.named(
-    "nano", layers=3, width=64, heads=4, kv_heads=2, segment_lengths=(16, 48, 96), dilation_rates=(1, 4, 8)
+    "nano", layers=3, width=64, heads=4, kv_heads=2, patterns=("16x1,48x4,96x8", "16x1,48x4,96x8 shift 8")
 )
 
 
@@ -24,16 +25,22 @@ def new_model(**changes: Any) -> LongNet:
     "changes",
     [
         {},
-        dict(head_offsets="blocked"),
-        dict(alternate_shift=False, kv_heads=4),
-        dict(kv_heads=1, segment_lengths=(10, 33), dilation_rates=(1, 3)),
-        dict(segment_lengths=(), dilation_rates=()),
+        dict(patterns=("16x1,48x4,96x8 blocked", "16x1,48x4,96x8 blocked shift 8")),
+        dict(patterns=("16x1,48x4,96x8",), kv_heads=4),
+        dict(kv_heads=1, patterns=("10x1,33x3", "10x1,33x3 shift 5")),
+        dict(patterns=("full",)),
+        dict(patterns=("window 20", "window 7 + 48x4"), sinks=True),
+        dict(patterns=("window 20 dilation 2", "full", "16x1"), softcap=2.0),
+        vars(MIXED),
     ],
-    ids=["shifts and GQA", "blocked", "no shift", "odd", "full"],
+    ids=["shifts and GQA", "blocked", "no shift", "odd", "full", "windows and sinks", "soft cap", "mixed"],
 )
 def test_logits_equal_a_full_forward_pass_at_every_position(changes: dict[str, Any]) -> None:
     model, tokens = new_model(**changes), torch.randint(256, (2, 230))
     with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("sinks"):
+                weight.normal_()
         wanted = model.logits(model(tokens))
     decoder = Decoder(model, batch=2)
     found = [decoder.read([*tokens[:, :37]])]
@@ -80,8 +87,14 @@ def test_the_cache_of_a_model_reaches_its_bound_and_stays_there() -> None:
         most = max(most, decoder.rows_held)
         if p > 96:
             sizes.add(decoder.cache_bytes)
-    assert most == decoder.caches[0].bound == 40
+    assert most == decoder.bound == 40
     assert len(sizes) == 1
+
+
+def test_the_bound_is_that_of_the_layer_that_keeps_most() -> None:
+    assert Decoder(new_model(patterns=("window 20", "window 7 + 48x4"))).bound == 21
+    assert Decoder(new_model(patterns=("window 20", "window 15 + 48x4"))).bound == 28
+    assert Decoder(new_model(patterns=("window 20", "full"))).bound is None
 
 
 def test_a_stream_is_decided_by_its_seed() -> None:

@@ -1,13 +1,69 @@
-"""`DilatedAttention` and `MultiheadDilatedAttention` against `rs.attention` and the oracle."""
+"""Attention layers under any pattern against the oracle: outputs and all gradients, alone and over simulated rings."""
 
 import inspect
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import ringspan as rs
 from ringspan.oracle import dense_attention
+
+PATTERNS = {
+    "full": rs.Full(),
+    "window": rs.Window(5, right=2),
+    "dilated": rs.Dilated((8, 32), (1, 2), shift=3),
+    "sum": rs.Window(6) + rs.Dilated((16, 40), (4, 8)),
+}
+RINGS = [None, rs.SimulatedRing(2), rs.SimulatedRing(3, layout="contiguous")]
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("ring", RINGS, ids=str)
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_attention_equals_the_oracle(name: str, softcap: float | None, ring: rs.SimulatedRing | None) -> None:
+    layer = rs.nn.Attention(pattern=PATTERNS[name], scale=0.7, softcap=softcap, ring=ring)
+    q = torch.randn(2, 45, 4, 8, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(2, 45, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    for sinks in (None, torch.randn(4, dtype=torch.float64, requires_grad=True)):
+        for causal in (False, True):
+            options: dict[str, Any] = dict(pattern=PATTERNS[name], causal=causal, scale=0.7, softcap=softcap)
+            wanted, _ = dense_attention(q, k, v, sinks=sinks, **options)
+            found = layer(q, k, v, is_causal=causal, sinks=sinks)
+            close(found, wanted)
+            inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
+            weights = torch.randn_like(wanted)
+            expected = torch.autograd.grad((wanted * weights).sum(), inputs)
+            for a, b in zip(torch.autograd.grad((found * weights).sum(), inputs), expected, strict=True):
+                close(a, b)
+
+
+@pytest.mark.parametrize("ring", RINGS, ids=str)
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_multihead_equals_the_oracle(name: str, sinks: bool, ring: rs.SimulatedRing | None) -> None:
+    layer = rs.nn.MultiheadAttention(
+        *(32, 4), pattern=PATTERNS[name], softcap=2.0, sinks=sinks, ring=ring, kv_heads=2, dtype=torch.float64
+    )
+    assert sum(name == "sinks" for name, _ in layer.named_parameters()) == sinks
+    if layer.sinks is not None:
+        assert layer.sinks.tolist() == [0.0] * 4
+        torch.nn.init.normal_(layer.sinks)
+    x = torch.randn(2, 45, 32, dtype=torch.float64, requires_grad=True)
+    found, _ = layer(x, x, x, is_causal=True)
+    q, k, v = (proj(x).unflatten(-1, (-1, 8)) for proj in (layer.q_proj, layer.k_proj, layer.v_proj))
+    mixed, _ = dense_attention(q, k, v, pattern=PATTERNS[name], causal=True, softcap=2.0, sinks=layer.sinks)
+    wanted = layer.out_proj(mixed.flatten(-2))
+    close(found, wanted)
+    inputs = (x, *layer.parameters())
+    expected = torch.autograd.grad(wanted.square().sum(), inputs)
+    for a, b in zip(torch.autograd.grad(found.square().sum(), inputs), expected, strict=True):
+        close(a, b)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -62,7 +118,27 @@ def test_parameter_names_are_those_of_dilated_attention_pytorch() -> None:
     assert layer.attention.pattern == rs.Dilated((8, 32), (1, 2))
 
 
+def test_dilated_layers_take_the_options_of_the_general_ones() -> None:
+    options: dict[str, Any] = dict(segment_lengths=[8], dilation_rates=[1], shift=3, softcap=2.0, scale=0.5)
+    layer = rs.nn.DilatedAttention(**options)
+    assert isinstance(layer, rs.nn.Attention)
+    assert (layer.pattern, layer.softcap, layer.scale) == (rs.Dilated((8,), (1,), shift=3), 2.0, 0.5)
+    multihead = rs.nn.MultiheadDilatedAttention(32, 4, sinks=True, **options)
+    assert isinstance(multihead, rs.nn.MultiheadAttention)
+    assert multihead.sinks is not None
+    assert (multihead.attention.softcap, multihead.attention.scale) == (2.0, 0.5)
+
+
 def test_bad_arguments_raise() -> None:
+    for pattern in (None, "window 3", (8, 1)):
+        with pytest.raises(TypeError, match=r"pattern=.*must be Full\(\)"):
+            rs.nn.Attention(pattern=pattern)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"pattern=.*must be Full\(\)"):
+            rs.nn.MultiheadAttention(32, 4, pattern=pattern)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="leaves room for 2 KV heads"):
+        rs.nn.MultiheadAttention(32, 4, pattern=rs.Dilated((8,), (2,)).for_heads(2, 4))
+    with pytest.raises(TypeError, match="softmax_scale"):
+        rs.nn.DilatedAttention(segment_lengths=[8], dilation_rates=[1], softmax_scale=0.1)
     with pytest.raises(ValueError, match=r"attention_dropout=0\.1"):
         rs.nn.DilatedAttention(segment_lengths=[8], dilation_rates=[1], attention_dropout=0.1)
     with pytest.raises(ValueError, match=r"dropout=0\.1"):
@@ -85,8 +161,13 @@ def test_modules_print_and_copy() -> None:
 
 
 def test_layers_take_the_pattern_by_keyword_in_one_order() -> None:
-    names = ["segment_lengths", "dilation_rates", "head_offsets", "shift", "scale", "kernel", "ring"]
-    for layer in (rs.nn.DilatedAttention, rs.nn.MultiheadDilatedAttention):
+    pattern, dilated = ["pattern", "scale", "softcap"], ["segment_lengths", "dilation_rates", "head_offsets", "shift"]
+    for layer, names in (
+        (rs.nn.Attention, [*pattern, "kernel", "ring"]),
+        (rs.nn.MultiheadAttention, [*pattern, "sinks", "kernel", "ring"]),
+        (rs.nn.DilatedAttention, dilated),
+        (rs.nn.MultiheadDilatedAttention, dilated),
+    ):
         parameters = inspect.signature(layer.__init__).parameters
         keywords = [name for name, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY]
         assert keywords[: len(names)] == names

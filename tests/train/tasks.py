@@ -16,7 +16,7 @@ from ringspan.train.config import TrainSettings
 from ringspan.train.trainer import Trainer
 from tests.ranks import job_on_ranks
 
-CONFIG = LongNetConfig.named("nano", segment_lengths=(16, 128), dilation_rates=(1, 4))
+CONFIG = LongNetConfig.named("nano", patterns=("window 15 + 128x4", "16x1,128x4 shift 8"), sinks=True)
 STOP = 2  # steps before a run is interrupted
 
 Curve = tuple[list[float], dict[str, bytes]]  # losses, and the weights at the end
@@ -62,6 +62,13 @@ def mesh(folder: Path) -> Curve:
 def resumed_on_one_rank(folder: Path) -> Curve:
     """Two ranks train until ``STOP``; one rank, started later, continues."""
     settings, resume = settings_for(folder / "for-one-rank"), dist.get_world_size() == 1
+    return train(settings, resume=True) if resume else train(settings, stop_at=STOP)
+
+
+@job_on_ranks(2, 3)
+def resumed_on_three_ranks(folder: Path) -> Curve:
+    """The same on three ranks: the last one has no share of the two sinks of a layer."""
+    settings, resume = settings_for(folder / "for-three-ranks"), dist.get_world_size() == 3
     return train(settings, resume=True) if resume else train(settings, stop_at=STOP)
 
 

@@ -23,6 +23,19 @@ def test_presets_round_trip_through_a_file(name: str, tmp_path: Path) -> None:
     assert TrainSettings.read(path) == PRESETS[name].settings
 
 
+def test_patterns_sinks_and_soft_cap_round_trip_through_a_file(tmp_path: Path) -> None:
+    patterns = ["window 511 + 4096x4,65536x64", "full", "16x1 blocked shift 8"]
+    settings = SMALL.changed({"patterns": patterns, "sinks": True, "softcap": 30.0})
+    path = tmp_path / "settings.json"
+    path.write_text(settings.to_json())
+    again = TrainSettings.read(path)
+    assert again == settings
+    assert again.model.patterns == tuple(patterns)
+    path.write_text(settings.to_json().replace('"patterns"', '"segment_lengths"'))
+    with pytest.raises(ValueError, match=r"settings\.json: unknown settings segment_lengths: .*patterns"):
+        TrainSettings.read(path)
+
+
 def test_changes_apply_to_the_model_or_the_run() -> None:
     changed = SMALL.changed({"layers": 7, "steps": 5})
     assert (changed.model.layers, changed.steps) == (7, 5)
@@ -85,7 +98,7 @@ def test_memory_falls_with_the_number_of_ranks() -> None:
 
 def test_estimated_flops_match_the_profiler() -> None:
     """With negligible attention, because the profiler counts causal tiles as full squares."""
-    config = LongNetConfig.named("nano", segment_lengths=(16,), dilation_rates=(1,))
+    config = LongNetConfig.named("nano", patterns=("16x1",))
     settings = TrainSettings(model=config, tokens=256, recompute=False)
     model = LongNet(config)
     text = torch.zeros(1, 256, dtype=torch.int64)

@@ -9,7 +9,7 @@ import torch
 
 from ringspan.models import LongNet, LongNetConfig
 from ringspan.train.data import Corpus
-from ringspan.train.evaluate import _ends, bigram_bits_per_byte, score_branches, score_contexts
+from ringspan.train.evaluate import _ends, ablated_configs, bigram_bits_per_byte, score_branches, score_contexts
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_a_bigram_model_predicts_alternating_text(tmp_path: Path) -> None:
 def test_contexts_are_scored_on_the_same_bytes(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(bytes(range(256)) * 20)
     corpus = Corpus.of([tmp_path / "text"])
-    model = LongNet(LongNetConfig.named("nano", segment_lengths=(16, 256), dilation_rates=(1, 4)))
+    model = LongNet(LongNetConfig.named("nano", patterns=("16x1,256x4",)))
     short, long = score_contexts(model, corpus, [512, 128], windows=3, scored=64)
     assert (short.context, long.context, len(short.windows)) == (128, 512, 3)
     assert short.bits_per_byte == pytest.approx(8, abs=0.5)  # an untrained model
@@ -94,7 +94,7 @@ def test_no_byte_is_scored_twice(tmp_path: Path) -> None:
     """Overlapping windows would make the standard error too small."""
     (tmp_path / "text").write_bytes(b"abcdefgh" * 40)
     corpus = Corpus.of([tmp_path / "text"])
-    model = LongNet(LongNetConfig.named("nano", segment_lengths=(16, 256), dilation_rates=(1, 4)))
+    model = LongNet(LongNetConfig.named("nano", patterns=("16x1,256x4",)))
     read: list[int] = []
     for seed in range(3):
         (score,) = score_contexts(model, corpus, [64], windows=16, scored=16, seed=seed, on_window=read.append)
@@ -110,10 +110,42 @@ def test_no_byte_is_scored_twice(tmp_path: Path) -> None:
 def test_branches_are_added_one_by_one(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(bytes(range(256)) * 20)
     corpus = Corpus.of([tmp_path / "text"])
-    model = LongNet(LongNetConfig.named("nano", segment_lengths=(16, 256), dilation_rates=(1, 4)))
+    model = LongNet(LongNetConfig.named("nano", patterns=("16x1,256x4",)))
     scores = list(score_branches(model, corpus, 512, windows=3, scored=64))
-    assert [score.segments for score in scores] == [(4,), (8,), (16,), (16, 256)]
+    assert [score.reach for score in scores] == [4, 8, 16, 256]
     assert scores[-1] == next(score_contexts(model, corpus, [512], windows=3, scored=64))
     assert len({score.bits_per_byte for score in scores}) == 4
-    model = LongNet(LongNetConfig.named("nano", segment_lengths=(), dilation_rates=()))
-    assert list(score_branches(model, corpus, 512, windows=3)) == []  # plain attention has no branches
+
+
+@pytest.mark.parametrize(
+    ("patterns", "cuts"),
+    [
+        (
+            ("16x1,256x4", "16x1,256x4 shift 8"),
+            [
+                ("4x1", "4x1 shift 2"),
+                ("8x1", "8x1 shift 4"),
+                ("16x1", "16x1 shift 8"),
+                ("16x1,256x4", "16x1,256x4 shift 8"),
+            ],
+        ),
+        (("window 31",), [("window 7",), ("window 15",), ("window 31",)]),
+        (
+            ("window 31 right 2 dilation 2 + 256x4,64x1", "full"),
+            [
+                ("window 7 right 2 dilation 2", "window 7"),
+                ("window 15 right 2 dilation 2", "window 15"),
+                ("window 31 right 2 dilation 2", "window 31"),
+                ("window 31 right 2 dilation 2 + 64x1", "window 63"),
+                ("window 31 right 2 dilation 2 + 256x4,64x1", "window 255"),
+                ("window 31 right 2 dilation 2 + 256x4,64x1", "full"),
+            ],
+        ),
+        (("full",), [("window 127",), ("window 255",), ("full",)]),
+        (("window 0",), [("window 0",)]),
+    ],
+    ids=["dilated", "window", "mixed", "full", "own row"],
+)
+def test_patterns_of_all_layers_are_cut_to_a_reach(patterns: tuple[str, ...], cuts: list[tuple[str, ...]]) -> None:
+    config = LongNetConfig.named("nano", patterns=patterns)
+    assert [cut.patterns for cut in ablated_configs(config, 512)] == cuts

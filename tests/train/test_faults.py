@@ -27,7 +27,7 @@ pytestmark = starts_processes
 ROOT = Path(__file__).parent.parent.parent
 DATA = Path(torch.__file__).parent / "nn"
 SMALL = (
-    *("--model", "nano", "--segment-lengths", "32,256", "--dilation-rates", "1,4", "--tokens", "512"),
+    *("--model", "nano", "--pattern", "32x1,256x4", "--tokens", "512"),
     *("--steps", "8", "--save-every", "2", "--keep", "2", "--resume", "auto"),
 )
 

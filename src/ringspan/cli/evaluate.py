@@ -54,13 +54,13 @@ def evaluate(
         ),
     ] = None,
     step: Step = 0,
-    branches: Annotated[bool, typer.Option(help="Also score with branches of the pattern removed.")] = True,
+    branches: Annotated[bool, typer.Option(help="Also score with patterns cut to a shorter reach.")] = True,
     as_json: AsJson = False,
 ) -> None:
     """Does more context help? Bits per byte on held-out text, by context length, compared with a bigram model.
 
     All contexts are scored on the same bytes, so only the context differs. Then the same weights are scored at the
-    longest context with branches of the pattern removed: which branches does the model use?
+    longest context with the patterns of all layers cut to a shorter reach: how far does the model look?
 
     The text is that of the run, regardless of the working directory; files that have changed since are an error.
 
@@ -89,7 +89,7 @@ def evaluate(
         lengths = _read_contexts(contexts, held_out, scored)
     else:
         lengths = default_contexts(max(scored, min(settings.tokens, room)), scored)
-    cuts = len(ablated_configs(model.config)) if branches else 0
+    cuts = len(ablated_configs(model.config, max(lengths))) if branches else 0
     window_bytes = sum(lengths) + cuts * max(lengths)
     training_windows = _trained_bytes(run, settings) // window_bytes
     windows = _windows(windows, count_windows(held_out, max(lengths), scored), training_windows)
@@ -108,7 +108,7 @@ def evaluate(
         return
     console.print(_table("context", scores, f"{windows} windows of {run}, last {scored} bytes of each"))
     if by_branches:
-        console.print(_table("segments", by_branches, f"with branches removed, context {max(lengths):,}"))
+        console.print(_table("reach", by_branches, f"with patterns cut to a reach, context {max(lengths):,}"))
     console.print(f"Bigram model: {bigram:.3f} bits per byte.", highlight=False)
 
 
@@ -161,7 +161,7 @@ def _as_rows(scores: list[Score]) -> list[dict[str, Any]]:
     rows = []
     for score in scores:
         gain, error = score.gain_over(scores[0])
-        row = dict(context=score.context, segments=score.segments, bits_per_byte=score.bits_per_byte)
+        row = dict(context=score.context, reach=score.reach, bits_per_byte=score.bits_per_byte)
         rows.append(dict(**row, gain=gain, standard_error=error))
     return rows
 
@@ -170,6 +170,5 @@ def _table(column: str, scores: list[Score], title: str) -> Table:
     table = Table(column, "bits per byte", "gain over the first", title=title, title_justify="left")
     for number, row in enumerate(_as_rows(scores)):
         better = f"{row['gain']:+.4f} ± {row['standard_error']:.4f}" if number else ""
-        what = f"{row['context']:,}" if column == "context" else ", ".join(map(str, row["segments"]))
-        table.add_row(what, f"{row['bits_per_byte']:.4f}", better)
+        table.add_row(f"{row[column]:,}", f"{row['bits_per_byte']:.4f}", better)
     return table

@@ -171,6 +171,6 @@ def _generate(decoder: Decoder, prompt: bytes, count: int, sampling: dict[str, A
         seconds=time.perf_counter() - read,
         cache_bytes=decoder.cache_bytes,
         cache_rows=decoder.rows_held,
-        cache_bound=decoder.caches[0].bound,
+        cache_bound=decoder.bound,
         text="".join(pieces),
     )

@@ -146,6 +146,7 @@ def flags_of(shown: Any, source: str, topic: str = "") -> list[inspect.Parameter
             annotation=Annotated[
                 _kind(settings, entry.name, hints[entry.name]),
                 typer.Option(
+                    *_declarations(entry.name, hints[entry.name]),
                     help=entry.metadata["help"],
                     rich_help_panel=entry.metadata["topic"] or topic,
                     show_default=f"{source}: {_text(getattr(shown, entry.name))}",
@@ -167,8 +168,15 @@ def with_flags(command: Callable[..., None], flags: list[inspect.Parameter]) -> 
     return command
 
 
+def _declarations(name: str, kind: Any) -> list[str]:
+    """The name of a flag that differs from that of its setting: a list is given one by one, in the singular."""
+    return [f"--{name.removesuffix('s')}"] if kind == tuple[str, ...] else []
+
+
 def _kind(settings: type, name: str, kind: Any) -> Any:
     """The type of a flag: one that typer parses, or text."""
+    if kind == tuple[str, ...]:
+        return list[str]
     return kind if kind in (int, float, bool) or choices_of(settings, name) else str
 
 
@@ -176,20 +184,16 @@ def _reading(name: str, kind: Any) -> dict[str, Any]:
     """The parser of a flag whose type typer does not parse."""
     if kind is int and name == "tokens":
         return {"parser": read_count, "metavar": "COUNT"}
-    if kind == tuple[int, ...]:
-        return {"parser": _read_tuple, "metavar": "COUNTS"}
+    if name == "patterns":
+        return {"parser": lambda text: read_pattern(text).text, "metavar": "PATTERN"}
     return {}
 
 
 def _text(value: Any) -> str:
     """A value as its flag accepts it."""
     if isinstance(value, tuple):
-        return ",".join(map(str, value)) or "none"
+        return ", ".join(map(repr, value))
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
-
-
-def _read_tuple(text: str) -> tuple[int, ...]:
-    return () if text == "none" else tuple(read_counts(text))
 
 
 def read_lengths(text: str) -> list[int]:

@@ -46,7 +46,7 @@ def train(
 ) -> None:
     """Train a LongNet on bytes. Every setting has a flag, and the run writes all settings into its folder.
 
-    `--dry-run` shows the model, its pattern, the memory per rank and the expected time.
+    `--dry-run` shows the model, the pattern of each layer, the memory per rank and the expected time.
 
     Ctrl-C saves a checkpoint after the current step and stops; a second Ctrl-C stops at once.
 
@@ -60,6 +60,10 @@ def train(
     `ringspan train ~/books --preset laptop --out runs/books --metrics-port 9400`
 
     `ringspan train --preset long --dry-run --ranks 2`
+
+    `ringspan train --pattern "window 511 + 2k x4,8k x16" --dry-run`
+
+    `ringspan train --model small --pattern "window 1023" --pattern "window 1023" --pattern full --sinks`
 
     `torchrun --nproc-per-node=2 --max-restarts=3 -m ringspan train --preset long --resume auto`
     """
@@ -90,7 +94,7 @@ def _settings(preset: str, config: Path | None, model: str, given: dict[str, Any
     settings = PRESETS[preset].settings if config is None else TrainSettings.read(config)
     if model:
         settings = dataclasses.replace(settings, model=LongNetConfig.named(model))
-    return settings.changed({name: value for name, value in given.items() if value is not None})
+    return settings.changed({name: value for name, value in given.items() if value not in (None, [])})
 
 
 def _print_start(console: Console, trainer: Trainer) -> None:
@@ -103,12 +107,34 @@ def _print_start(console: Console, trainer: Trainer) -> None:
         f"{settings.dtype}",
         soft_wrap=True,
     )
-    console.print(f"In each layer: {reach_of(settings, context.ring.size)}", soft_wrap=True)
+    _print_patterns(console, settings, context.ring.size)
     for line in trainer.corpus.selection.lines():
         console.print(line, soft_wrap=True)
     if settings.metrics_port:
         url = f"http://{settings.metrics_address}:{settings.metrics_port}/metrics"
         console.print(f"Metrics for Prometheus: {url}", soft_wrap=True)
+
+
+def _print_patterns(console: Console, settings: TrainSettings, ring_size: int) -> None:
+    """A line for each pattern: its layers, and how far a token reaches in them."""
+    for pattern, layers in settings.model.layers_by_pattern.items():
+        reach = reach_of(settings, pattern, ring_size)
+        console.print(f"Layer{'s' * (len(layers) > 1)} {_ranges(layers)}: {pattern.text}. {reach}", soft_wrap=True)
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Ascending numbers, with runs shortened.
+
+    >>> _ranges([0, 1, 2, 4, 6, 7]), _ranges([3])
+    ('0-2, 4, 6-7', '3')
+    """
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def _run(trainer: Trainer, console: Console) -> None:
@@ -161,14 +187,14 @@ def _print_estimates(settings: TrainSettings, ranks: int, as_json: bool) -> None
         return
     world = ranks or int(os.environ.get("WORLD_SIZE", "1"))
     model, memory = settings.model, estimate_memory(settings, world)
-    pattern = model.pattern_of(0).text
     with make_console(stderr=True).status("timing small steps on this machine ..."):
         expected = estimate_time(settings, world)
     sizes = {**dataclasses.asdict(memory), "total": memory.total}
     if as_json:
         seconds = {"step": expected.step_seconds, "run": expected.run_seconds, "what": "an estimate"}
         found = {"ranks": world, "model": dataclasses.asdict(model), "parameters": model.parameters}
-        found |= {"pattern": pattern, "tokens": settings.tokens, "steps": settings.steps, "bytes": sizes}
+        found |= {"patterns": {pattern.text: layers for pattern, layers in model.layers_by_pattern.items()}}
+        found |= {"tokens": settings.tokens, "steps": settings.steps, "bytes": sizes}
         typer.echo(json.dumps({**found, "flops_per_step": expected.flops, "seconds": seconds}))
         return
     table = Table("memory", "per rank", "", title_justify="left")
@@ -179,7 +205,6 @@ def _print_estimates(settings: TrainSettings, ranks: int, as_json: bool) -> None
     for line in (
         f"Model: {model.parameters:,} parameters; {model.layers} layers of width {model.width}, {model.heads} heads "
         f"({model.kv_heads} KV), MLP {model.mlp_width}; {settings.dtype}",
-        f"Pattern: {pattern}, causal",
         f"Run: {settings.steps:,} steps of {settings.tokens:,} tokens x {settings.batch} x {settings.accumulate} "
         f"(batch x accumulate) on {world} rank(s), {settings.ring_size(world)} per sequence; output in {settings.out}",
         f"Time: about {_duration(expected.step_seconds)} per step, {_duration(expected.run_seconds)} in total. "
@@ -189,7 +214,7 @@ def _print_estimates(settings: TrainSettings, ranks: int, as_json: bool) -> None
     ):
         console.print(line, soft_wrap=True)
     console.print(table)
-    console.print(f"In each layer: {reach_of(settings, settings.ring_size(world))}", soft_wrap=True)
+    _print_patterns(console, settings, settings.ring_size(world))
 
 
 def _duration(seconds: float) -> str:

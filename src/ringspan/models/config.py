@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ringspan.geometry import Dilated, Full, HeadOffsets, Pattern
+from ringspan.geometry import Pattern, parse_pattern
 from ringspan.runtime.files import atomic_path, write_atomic
 from ringspan.runtime.settings import check_types, setting, settings_from_json
 
@@ -32,19 +32,20 @@ class LongNetConfig:
     heads: int = setting(4, "Query heads; must divide the width.")
     kv_heads: int = setting(4, "KV heads; must divide the query heads.")
     mlp_width: int = setting(384, "Inner width of the gated MLP.")
-    segment_lengths: tuple[int, ...] = setting((1024, 4096, 16384), "Segment lengths; empty for full attention.")
-    dilation_rates: tuple[int, ...] = setting((1, 4, 16), "Dilation rate of each segment length.")
-    head_offsets: HeadOffsets = setting("interleaved", "Offsets of KV heads: interleaved or blocked.")
-    alternate_shift: bool = setting(True, "Shift segment borders by half the shortest segment in every second layer.")
+    patterns: tuple[str, ...] = setting(
+        ("1024x1,4096x4,16384x16", "1024x1,4096x4,16384x16 shift 512"),
+        "Pattern of all layers: full, SEGMENTxRATE pairs, 'window N', or a sum. Layers use several in turn.",
+    )
+    softcap: float = setting(0.0, "Soft cap of the attention scores; 0 for none.")
+    sinks: bool = setting(False, "A learned sink for each head and layer: a logit that joins the softmax.")
     causal: bool = setting(True, "A decoder, which predicts the next token; false for an encoder.")
     rotary_base: float = setting(500_000.0, "The longest rotary wavelength is about 6 times this many tokens.")
     norm_eps: float = setting(1e-5, "Epsilon of the norms.")
     tie_embeddings: bool = setting(False, "Use the embedding as the output head.")
 
     def __post_init__(self) -> None:
-        for name in ("segment_lengths", "dilation_rates"):
-            if isinstance(getattr(self, name), list):  # JSON has no tuples
-                object.__setattr__(self, name, tuple(getattr(self, name)))
+        if isinstance(self.patterns, list):  # JSON has no tuples
+            object.__setattr__(self, "patterns", tuple(self.patterns))
         check_types(self)
         for name in ("vocab_size", "layers", "width", "heads", "kv_heads", "mlp_width"):
             if getattr(self, name) < 1:
@@ -57,27 +58,43 @@ class LongNetConfig:
             raise ValueError(f"width / heads = {self.head_dim}: must be even for rotary embeddings")
         if not self.rotary_base > 0:
             raise ValueError(f"rotary_base={self.rotary_base}: must be positive")
-        if self.norm_eps < 0:
-            raise ValueError(f"norm_eps={self.norm_eps}: must not be negative")
-        self.pattern_of(0)
+        for name in ("norm_eps", "softcap"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)}: must not be negative")
+        if not self.patterns:
+            raise ValueError("patterns=(): give at least one, such as 'full'")
+        patterns = [parse_pattern(text) for text in self.patterns]
+        for pattern in patterns:
+            pattern.check_heads(self.kv_heads)
+        object.__setattr__(self, "patterns", tuple(pattern.text for pattern in patterns))
 
     @property
     def head_dim(self) -> int:
         return self.width // self.heads
 
     def pattern_of(self, layer: int) -> Pattern:
-        """The pattern of a layer. With ``alternate_shift``, every second layer is shifted."""
-        if not self.segment_lengths:
-            return Full()
-        shift = min(self.segment_lengths) // 2 if self.alternate_shift and layer % 2 else 0
-        return Dilated(self.segment_lengths, self.dilation_rates, self.head_offsets, shift)
+        """The pattern of a layer: ``patterns`` repeat over the layers.
+
+        >>> [LongNetConfig(patterns=("window 3", "window 3", "full")).pattern_of(i).text for i in range(4)]
+        ['window 3', 'window 3', 'full', 'window 3']
+        """
+        return parse_pattern(self.patterns[layer % len(self.patterns)])
+
+    @property
+    def layers_by_pattern(self) -> dict[Pattern, list[int]]:
+        """The patterns in use, each with its layers."""
+        found: dict[Pattern, list[int]] = {}
+        for layer in range(self.layers):
+            found.setdefault(self.pattern_of(layer), []).append(layer)
+        return found
 
     @property
     def parameters(self) -> int:
         """Number of weights of the model."""
         kv_width = self.head_dim * self.kv_heads
         attention = 2 * self.width * (self.width + kv_width)
-        layer = attention + 3 * self.width * self.mlp_width + 2 * self.width
+        sinks = self.heads if self.sinks else 0
+        layer = attention + sinks + 3 * self.width * self.mlp_width + 2 * self.width
         head = 0 if self.tie_embeddings else self.vocab_size * self.width
         return self.layers * layer + self.vocab_size * self.width + self.width + head
 
@@ -107,8 +124,7 @@ NAMED = {
         heads=12,
         kv_heads=4,
         mlp_width=2048,
-        segment_lengths=(2048, 8192, 32768, 131072),
-        dilation_rates=(1, 4, 16, 64),
+        patterns=("2048x1,8192x4,32768x16,131072x64", "2048x1,8192x4,32768x16,131072x64 shift 1024"),
     ),
 }
 

@@ -115,6 +115,12 @@ class Decoder:
         texts = range(self.caches[0].batch)
         return max(cache.rows_held(text, head) for cache in self.caches for text in texts for head in heads)
 
+    @property
+    def bound(self) -> int | None:
+        """The most rows that any KV head of any text and layer can hold, over all ranks. None if it is unbounded."""
+        bounds = [cache.bound for cache in self.caches]
+        return None if None in bounds else max(bound for bound in bounds if bound is not None)
+
 
 def _rows_of_ring(hidden: Tensor, wanted: list[tuple[int, int]], n: int, ring: rs.Ring) -> Tensor:
     """Hidden states of some (text, row) pairs, gathered on every rank of the ring."""

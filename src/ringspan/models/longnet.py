@@ -1,4 +1,4 @@
-"""`LongNet`: a decoder or encoder with dilated attention, on one device or over a ring."""
+"""`LongNet`: a decoder or encoder with a pattern for each layer, on one device or over a ring."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import ringspan as rs
 from ringspan.geometry import Documents
-from ringspan.models.config import LongNetConfig, load_weights, save_weights
+from ringspan.models.config import CONFIG, LongNetConfig, load_weights, save_weights
 from ringspan.nn.cross_entropy import Gradients
 from ringspan.nn.rotary import angles, rotate
 from ringspan.validation import Lengths, packed_lengths
@@ -100,6 +100,7 @@ class LongNetAttention(nn.Module):
         self.keys = nn.Linear(config.width, kv_width, bias=False)
         self.values = nn.Linear(config.width, kv_width, bias=False)
         self.output = nn.Linear(config.width, config.width, bias=False)
+        self.sinks = nn.Parameter(torch.zeros(config.heads)) if config.sinks else None
 
     def forward(self, x: Tensor, context: RowContext) -> Tensor:
         q, k, v = (
@@ -109,20 +110,13 @@ class LongNetAttention(nn.Module):
         return self.output(self._attend(q, k, v, context).flatten(-2))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: RowContext) -> Tensor:
-        if context.caches is not None:
-            cache = context.caches[self.layer]
-            if context.ring is None:
-                return rs.attention_step(q, k, v, cache, lengths=context.lengths)
-            sequence: dict[str, Any] = dict(ring=context.ring, seq_len=context.seq_len, lengths=context.lengths)
-            return rs.attention_prefill(q, k, v, cache, **sequence)
-        return rs.attention(
-            *(q, k, v),
-            pattern=self.pattern,
-            causal=self.config.causal,
-            lengths=context.lengths,
-            ring=context.ring,
-            seq_len=None if context.ring is None else context.seq_len,
-        )
+        options: dict[str, Any] = dict(softcap=self.config.softcap or None, sinks=self.sinks, lengths=context.lengths)
+        if context.ring is not None:
+            options |= dict(ring=context.ring, seq_len=context.seq_len)
+        if context.caches is None:
+            return rs.attention(q, k, v, pattern=self.pattern, causal=self.config.causal, **options)
+        attend = rs.attention_step if context.ring is None else rs.attention_prefill
+        return attend(q, k, v, context.caches[self.layer], **options)
 
 
 class GatedMLP(nn.Module):
@@ -184,11 +178,14 @@ class LongNet(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal with standard deviation 0.02; smaller by sqrt(2 * layers) for projections into the residual stream."""
+        """Normal with standard deviation 0.02; smaller by sqrt(2 * layers) for projections into the residual stream.
+
+        Norms start at 1, sinks at 0.
+        """
         into_stream = 0.02 * (2 * self.config.layers) ** -0.5
         for name, weight in self.named_parameters():
             if weight.dim() == 1:
-                nn.init.ones_(weight)
+                nn.init.constant_(weight, 0.0 if name.endswith("attention.sinks") else 1.0)
             else:
                 small = name.endswith(("attention.output.weight", "mlp.down.weight"))
                 nn.init.normal_(weight, std=into_stream if small else 0.02)
@@ -306,7 +303,11 @@ class LongNet(nn.Module):
         """Load a model from the folder that `save_pretrained` wrote."""
         text, weights = load_weights(Path(folder))
         try:
-            model = LongNet(LongNetConfig.from_json(text))
+            config = LongNetConfig.from_json(text)
+        except ValueError as error:
+            raise ValueError(f"{Path(folder) / CONFIG}: {error}") from error
+        try:
+            model = LongNet(config)
             model.load_state_dict(weights)
         except (RuntimeError, ValueError) as error:
             raise ValueError(f"{folder}: the weights do not fit config.json ({error})") from error

@@ -34,7 +34,7 @@ class TrainSettings:
     learning_rate: float = setting(1e-3, "Peak learning rate of AdamW.", "Optimizer")
     warmup: int = setting(20, "Steps of linear warmup, followed by cosine decay.", "Optimizer")
     final_lr_ratio: float = setting(0.1, "Final learning rate, as a fraction of the peak.", "Optimizer")
-    weight_decay: float = setting(0.1, "Weight decay of matrices; norms have none.", "Optimizer")
+    weight_decay: float = setting(0.1, "Weight decay of matrices; norms and sinks have none.", "Optimizer")
     beta1: float = setting(0.9, "AdamW's decay rate of the first moment.", "Optimizer")
     beta2: float = setting(0.95, "AdamW's decay rate of the second moment.", "Optimizer")
     clip: float = setting(1.0, "Maximum gradient norm over all ranks; 0 disables clipping.", "Optimizer")
@@ -165,10 +165,9 @@ class Preset:
 
     def __str__(self) -> str:
         run = self.settings
-        reach = " ".join(map(str, run.model.segment_lengths))
         return (
             f"{self.purpose} {run.model.parameters:,} parameters, sequences of {run.tokens:,} tokens, "
-            f"{run.steps:,} steps, segments {reach}, {run.dtype}."
+            f"{run.steps:,} steps, {run.dtype}, patterns {' and '.join(run.model.patterns)}."
         )
 
 
@@ -186,8 +185,7 @@ PRESETS: dict[str, Preset] = {
                 heads=4,
                 kv_heads=4,
                 mlp_width=256,
-                segment_lengths=(256, 1024, 4096, 65536),
-                dilation_rates=(1, 2, 4, 16),
+                patterns=("256x1,1024x2,4096x4,65536x16", "256x1,1024x2,4096x4,65536x16 shift 128"),
             ),
             tokens=4096,
             steps=1500,
@@ -200,7 +198,9 @@ PRESETS: dict[str, Preset] = {
     "long": Preset(
         "One long sequence per step. About four minutes on two ranks and two cores.",
         TrainSettings(
-            model=LongNetConfig.named("nano", segment_lengths=(512, 8192, 262144), dilation_rates=(1, 16, 512)),
+            model=LongNetConfig.named(
+                "nano", patterns=("512x1,8192x16,262144x512", "512x1,8192x16,262144x512 shift 256")
+            ),
             tokens=262144,
             steps=20,
             warmup=5,
@@ -213,8 +213,10 @@ PRESETS: dict[str, Preset] = {
         TrainSettings(
             model=LongNetConfig.named(
                 "base",
-                segment_lengths=(2048, 8192, 32768, 131072, 1048576),
-                dilation_rates=(1, 4, 16, 64, 512),
+                patterns=(
+                    "2048x1,8192x4,32768x16,131072x64,1048576x512",
+                    "2048x1,8192x4,32768x16,131072x64,1048576x512 shift 1024",
+                ),
             ),
             tokens=1048576,
             steps=10000,

@@ -29,8 +29,8 @@ class MemoryEstimate:
     weights: int = setting(0, "shard of this rank, plus one gathered layer")
     gradients: int = setting(0, "shard of this rank")
     optimizer: int = setting(0, "two moments per weight")
-    activations: int = setting(0, "of all layers, kept for backward")
-    layer: int = setting(0, "inside the layer that backward is in")
+    activations: int = setting(0, "of the layers up to the one that backward is in")
+    layer: int = setting(0, "inside that layer")
     parcels: int = setting(0, "K and V rows in transfer")
     logits: int = setting(0, "of one slice of rows")
 
@@ -39,13 +39,10 @@ class MemoryEstimate:
         return sum(getattr(self, entry.name) for entry in fields(self))
 
 
-def reach_of(settings: TrainSettings, ring_size: int) -> Reach:
-    """How far a token attends in one layer, and which segments cross ranks, for the layer that sends the most."""
-    model, documents = settings.model, Documents((settings.tokens,))
+def reach_of(settings: TrainSettings, pattern: Pattern, ring_size: int) -> Reach:
+    """How far a token attends in a layer with this pattern, and which of its branches cross ranks."""
     layout = Layout(settings.layout, settings.tokens, ring_size)
-    layers = {model.pattern_of(layer) for layer in range(model.layers)}
-    found = [find_reach(pattern, documents, layout, model.kv_heads) for pattern in layers]
-    return max(found, key=lambda reach: (len(reach.crossing), reach.longest))
+    return find_reach(pattern, Documents((settings.tokens,)), layout, settings.model.kv_heads, causal=True)
 
 
 def estimate_memory(settings: TrainSettings, world: int) -> MemoryEstimate:
@@ -59,12 +56,18 @@ def estimate_memory(settings: TrainSettings, world: int) -> MemoryEstimate:
     rows = layout.rows_of(rank) * settings.batch
     kv_width = model.head_dim * model.kv_heads
     sizes = TensorSizes(settings.batch, model.heads, model.kv_heads, model.head_dim, short, wide)
-    documents, patterns = Documents((settings.tokens,)), {model.pattern_of(layer) for layer in range(model.layers)}
-    plans = [RingPlan(pattern, documents, layout, True, "relay", sizes) for pattern in patterns]
-    attention = max((plan.memory(rank, backward=True) for plan in plans), key=lambda memory: memory.total)
     # A recomputed layer keeps its input and the output and lse of attention; otherwise, all its activations.
     kept = rows * (model.width * (wide + short) + model.heads * wide)
     inside = rows * (3 * model.width * wide + (model.width + 2 * kv_width) * short + 4 * model.mlp_width * short)
+    kept += 0 if settings.recompute else inside
+    # Backward frees the activations of each layer that it leaves. So the peak is in the last layer, or in an earlier
+    # one whose pattern sends more.
+    documents = Documents((settings.tokens,))
+    peaks = [
+        (layers[-1] + 1, RingPlan(pattern, documents, layout, True, "relay", sizes).memory(rank, backward=True))
+        for pattern, layers in model.layers_by_pattern.items()
+    ]
+    live_layers, attention = max(peaks, key=lambda peak: peak[0] * kept + peak[1].total)
     mlp_gradients = rows * 3 * model.mlp_width * short  # of the gate, the gated values and their product
     layer = (inside if settings.recompute else 0) + max(mlp_gradients, attention.rows)
     one_layer_whole = model.parameters // model.layers * wide if shards > 1 else 0
@@ -72,7 +75,7 @@ def estimate_memory(settings: TrainSettings, world: int) -> MemoryEstimate:
         weights=model.parameters * wide // shards + one_layer_whole,
         gradients=model.parameters * wide // shards,
         optimizer=2 * model.parameters * wide // shards,
-        activations=model.layers * (kept if settings.recompute else kept + inside),
+        activations=live_layers * kept,
         layer=layer,
         parcels=attention.parcels,
         logits=2 * min(rows, _LOGIT_ROWS) * model.vocab_size * wide,
@@ -107,11 +110,10 @@ def step_flops(settings: TrainSettings, world: int) -> float:
     model, ring_size = settings.model, settings.ring_size(world)
     layout = Layout(settings.layout, settings.tokens, ring_size)
     sizes = TensorSizes(settings.batch, model.heads, model.kv_heads, model.head_dim, 4, 4)
-    pairs: dict[Pattern, int] = {}
-    for pattern in {model.pattern_of(layer) for layer in range(model.layers)}:
+    attention = 0
+    for pattern, layers in model.layers_by_pattern.items():
         plan = RingPlan(pattern, Documents((settings.tokens,)), layout, True, "relay", sizes)
-        pairs[pattern] = max(plan.work(rank) for rank in plan.sample)
-    attention = sum(pairs[model.pattern_of(layer)] for layer in range(model.layers)) * model.head_dim
+        attention += len(layers) * max(plan.work(rank) for rank in plan.sample) * model.head_dim
     rows = max(layout.rows_of(rank) for rank in range(ring_size))
     head = model.vocab_size * model.width
     in_layers = model.parameters - head * (1 if model.tie_embeddings else 2)
@@ -122,8 +124,9 @@ def step_flops(settings: TrainSettings, world: int) -> float:
 
 
 def _measure_flops_per_second(settings: TrainSettings) -> float:
-    """FLOP/s of one sequence through at most two layers; its length doubles until the step is long enough to time."""
-    few = dataclasses.replace(settings.model, layers=min(2, settings.model.layers))
+    """FLOP/s of one sequence through a few layers; its length doubles until the step is long enough to time."""
+    every_pattern = max(2, len(settings.model.patterns))
+    few = dataclasses.replace(settings.model, layers=min(every_pattern, settings.model.layers))
     device = local_device()
     model = LongNet(few).to(device.device, torch.float64 if settings.dtype == "float64" else torch.float32)
     model.checkpoint_layers(settings.recompute)

@@ -1,4 +1,4 @@
-"""Evaluation on held-out text: bits per byte by context length, and with branches of the pattern left out."""
+"""Evaluation on held-out text: bits per byte by context length, and with patterns that reach less far."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import math
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
 
 import torch
 from torch.nn import functional as F
 
+from ringspan.geometry import Dilated, Pattern, Window
 from ringspan.models import LongNet, LongNetConfig
 from ringspan.train.data import Corpus
 from ringspan.train.metrics import BITS_PER_NAT
@@ -19,11 +22,11 @@ from ringspan.train.metrics import BITS_PER_NAT
 class Score:
     """Bits per byte of the scored bytes in each window, read with ``context`` bytes in total.
 
-    ``segments`` are the segment lengths of the pattern, which may be reduced.
+    ``reach`` is that of the model's patterns, which may be cut.
     """
 
     context: int
-    segments: tuple[int, ...]
+    reach: int
     windows: tuple[float, ...]
 
     @property
@@ -88,18 +91,57 @@ def score_contexts(
         yield _score(model, corpus, ends, context, scored, on_window)
 
 
-def ablated_configs(config: LongNetConfig) -> list[LongNetConfig]:
-    """Only the shortest branch, with a quarter, half and all of its segment length; then one more branch each time.
+def cut_pattern(pattern: Pattern, reach: int, context: int) -> Pattern:
+    """The branches of a causal pattern that reach at most this far; if there are none, its shortest branch, cut.
 
-    Empty for plain attention, which has no branches.
+    >>> cut_pattern(Window(31) + Dilated((256, 1024), (4, 16)), 256, context=4096).text
+    'window 31 + 256x4'
+    >>> cut_pattern(Dilated((256, 1024), (1, 4), shift=128), 64, context=4096).text
+    '64x1 shift 32'
     """
-    if not config.segment_lengths:
-        return []
-    branches = sorted(zip(config.segment_lengths, config.dilation_rates, strict=True))
-    lengths, rates = zip(*branches, strict=True)
-    cuts: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((max(1, lengths[0] // k),), rates[:1]) for k in (4, 2)]
-    cuts += [(lengths[:count], rates[:count]) for count in range(1, len(lengths) + 1)]
-    return [replace(config, segment_lengths=length, dilation_rates=rate) for length, rate in cuts]
+    kept: list[Pattern] = []
+    for part in pattern.parts:
+        near = [i for i, length in enumerate(_reaches(part, context)) if length <= reach]
+        if near and isinstance(part, Dilated):
+            lengths, rates = (tuple(values[i] for i in near) for values in (part.segment_lengths, part.dilation_rates))
+            kept.append(replace(part, segment_lengths=lengths, dilation_rates=rates))
+        elif near:
+            kept.append(part)
+    return reduce(add, kept or [_shortest_branch(pattern, reach, context)])
+
+
+def _shortest_branch(pattern: Pattern, reach: int, context: int) -> Pattern:
+    """The shortest branch of a pattern, cut to this reach."""
+    part = min(pattern.parts, key=lambda part: min(_reaches(part, context)))
+    if isinstance(part, Dilated):
+        length, rate = min(zip(part.segment_lengths, part.dilation_rates, strict=True))
+        shift = part.shift * reach // length  # a shift by half a segment stays one
+        return replace(part, segment_lengths=(reach,), dilation_rates=(rate,), shift=shift)
+    return replace(part, left=reach - 1) if isinstance(part, Window) else Window(reach - 1)
+
+
+def _reaches(part: Pattern, context: int) -> tuple[int, ...]:
+    """How many tokens each branch of a term spans, if causal."""
+    if isinstance(part, Dilated):
+        return part.segment_lengths
+    return (part.left + 1 if isinstance(part, Window) else context,)
+
+
+def _all_reaches(config: LongNetConfig, context: int) -> list[int]:
+    """The reaches of all branches of all layers, shortest first."""
+    parts = [part for pattern in config.layers_by_pattern for part in pattern.parts]
+    return sorted({reach for part in parts for reach in _reaches(part, context)})
+
+
+def ablated_configs(config: LongNetConfig, context: int) -> list[LongNetConfig]:
+    """All layers cut to a quarter, half and all of the shortest branch, then to each longer one (`cut_pattern`)."""
+    reaches = _all_reaches(config, context)
+    reaches = sorted({*reaches, *(max(1, reaches[0] // k) for k in (4, 2))})
+    patterns = [config.pattern_of(i) for i in range(len(config.patterns))]
+    return [
+        replace(config, patterns=tuple(cut_pattern(pattern, reach, context).text for pattern in patterns))
+        for reach in reaches
+    ]
 
 
 def score_branches(
@@ -112,9 +154,9 @@ def score_branches(
     seed: int = 0,
     on_window: Callable[[int], None] = _ignore,
 ) -> Iterator[Score]:
-    """Score the same weights with each of the `ablated_configs`: which branches does the model use?"""
+    """Score the same weights with each of the `ablated_configs`: how far does the model look?"""
     ends = _ends(corpus, [context], windows, scored, seed)
-    for config in ablated_configs(model.config):
+    for config in ablated_configs(model.config, context):
         cut = LongNet(config).to(model.embedding.weight)
         cut.load_state_dict(model.state_dict())
         yield _score(cut, corpus, ends, context, scored, on_window)
@@ -146,7 +188,7 @@ def _score(
             hidden = model(text[None, :-1])[0, -scored:]
             losses.append(F.cross_entropy(model.logits(hidden).float(), text[-scored:]).item() * BITS_PER_NAT)
         on_window(context)
-    return Score(context, model.config.segment_lengths, tuple(losses))
+    return Score(context, _all_reaches(model.config, context)[-1], tuple(losses))
 
 
 def bigram_bits_per_byte(trained_on: Corpus, scored_on: Corpus, most_bytes: int = 2**24) -> float:

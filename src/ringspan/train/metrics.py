@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from ringspan.geometry import Pattern
 from ringspan.planning.api import plan
 from ringspan.runtime.files import Journal, read_journal
 from ringspan.runtime.settings import RunError, missing_package
@@ -135,9 +134,8 @@ def measure_communication(context: DistributedContext, settings: TrainSettings) 
     dtype = getattr(torch, settings.dtype)
     shape = (settings.batch, ring.layout_of(settings.tokens).rows_of(ring.rank), model.kv_heads, model.head_dim)
     k, v = (torch.zeros(shape, dtype=dtype, device=context.device.device) for _ in range(2))
-    seconds_of: dict[Pattern, float] = {}
-    patterns = [model.pattern_of(layer) for layer in range(model.layers)]
-    for pattern in dict.fromkeys(patterns):
+    total = 0.0
+    for pattern, layers in model.layers_by_pattern.items():
         ring_plan = plan(
             pattern,
             settings.tokens,
@@ -152,8 +150,8 @@ def measure_communication(context: DistributedContext, settings: TrainSettings) 
         )
         forward, backward = (sum(ring_plan.bytes_sent(r, backward=b) for r in range(ring.size)) for b in (False, True))
         seconds = communication_seconds(ring, pattern, settings.tokens, k, v, causal=True)
-        seconds_of[pattern] = seconds * (1 + backward / forward) if forward else 0.0
-    return settings.accumulate * sum(seconds_of[pattern] for pattern in patterns)
+        total += len(layers) * seconds * (1 + backward / forward) if forward else 0.0
+    return settings.accumulate * total
 
 
 def hidden_share(communication: float, waited: float, step_seconds: float) -> float | None:
