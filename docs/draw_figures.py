@@ -4,6 +4,7 @@ from pathlib import Path
 
 import ringspan as rs
 from draw_ring import draw_ring
+from draw_slide import draw_slide
 from ringspan.draw import draw_pattern, draw_schedule, draw_work, scaled_down
 
 FIGURES = Path(__file__).parent / "figures"
@@ -31,6 +32,7 @@ def main() -> None:
         "work_contiguous": draw_work(small_contiguous, note=note),
         "work_zigzag": draw_work(small_zigzag, note=note),
         "work_window": draw_work(halo),
+        "heat_map": draw_slide(),
     }
     for name, figure in pictures.items():
         figure.savefig(FIGURES / f"{name}.png", dpi=130)

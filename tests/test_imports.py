@@ -30,6 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "_op": {"execute", "geometry", "kernels", "order", "ring", "softmax", "validation"},
     "api": {"_op", "geometry", "order", "ring", "validation"},
+    "readout": {"api", "execute", "geometry", "kernels", "layout", "order", "ring", "validation"},
     "decoding": {
         *(
             "api",
@@ -51,7 +52,7 @@ ALLOWED: dict[str, set[str]] = {
     "nn": {"geometry", "api", "order", "ring", "validation"},
     "oracle": {"geometry", "order"},
     "draw": {"geometry", "layout", "oracle", "order", "planning"},
-    "integrations": {"nn", "ringspan", "runtime", "validation"},
+    "integrations": {"models", "nn", "ringspan", "runtime", "validation"},
     "models": {"geometry", "nn", "ringspan", "runtime", "validation"},
     "train": {"geometry", "layout", "models", "planning", "ringspan", "runtime", "schedule"},
     "__main__": {"cli"},

@@ -1,4 +1,4 @@
-"""ringspan: exact context parallelism for dilated (LongNet) and full attention.
+"""ringspan: exact context parallelism for full, sliding-window and dilated (LongNet) attention.
 
 >>> import torch, ringspan as rs
 >>> q, k, v = torch.randn(3, 1, 4096, 8, 64).unbind()
@@ -46,6 +46,7 @@ _MODULE_OF = {
     "DeviceRates": "ringspan.planning.breakeven",
     "LayoutAdvice": "ringspan.planning.breakeven",
     "RankTime": "ringspan.planning.breakeven",
+    "attention_weights": "ringspan.readout",
     "Counters": "ringspan.ring",
     "Ring": "ringspan.ring",
     "RingError": "ringspan.ring",
@@ -98,6 +99,7 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors; tests/test_i
     from ringspan.planning.breakeven import DeviceRates as DeviceRates
     from ringspan.planning.breakeven import LayoutAdvice as LayoutAdvice
     from ringspan.planning.breakeven import RankTime as RankTime
+    from ringspan.readout import attention_weights as attention_weights
     from ringspan.ring import Counters as Counters
     from ringspan.ring import Ring as Ring
     from ringspan.ring import RingError as RingError

@@ -132,13 +132,7 @@ def attention(
     cap = softcap_for(softcap, q)
     name = kernel_for(kernel, q, cap).name
     check_sinks(sinks, q)
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal={causal!r}: must be True or False")
-    _check_order(order, causal)
-    if ring is not None and not isinstance(ring, (Ring, SimulatedRing)):
-        raise TypeError(
-            f"ring is a {type(ring).__name__}: must be a Ring or a SimulatedRing; make one with Ring(group)"
-        )
+    check_options(causal, order, ring)
     seq_len = None if seq_len is None else as_int("seq_len", seq_len)
     if ring is None and seq_len is not None and seq_len != q.shape[1]:
         raise ValueError(f"seq_len={seq_len}, but q has {q.shape[1]} rows: must be equal without a ring")
@@ -153,14 +147,19 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def _check_order(order: Any, causal: bool) -> None:
-    if order is None:
-        return
-    if not isinstance(order, Order):
+def check_options(causal: Any, order: Any, ring: Any) -> None:
+    """Raise unless ``causal`` is a bool, ``order`` an order that it allows or None, and ``ring`` a ring or None."""
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal={causal!r}: must be True or False")
+    if order is not None and not isinstance(order, Order):
         raise TypeError(f"order={order!r}: must be an order such as Hilbert(shape) or Hilbert.folded(segment_length)")
-    if causal and not isinstance(order, FoldedOrder):
+    if causal and order is not None and not isinstance(order, FoldedOrder):
         raise ValueError(
             f"order={order!r} with causal=True: the order puts later rows before earlier ones. For causality along the "
             "curve, reorder the data once, before the model and the split, and call attention without order=. For a "
             "sequence without a grid, use Hilbert.folded(segment_length)"
+        )
+    if ring is not None and not isinstance(ring, (Ring, SimulatedRing)):
+        raise TypeError(
+            f"ring is a {type(ring).__name__}: must be a Ring or a SimulatedRing; make one with Ring(group)"
         )

@@ -85,6 +85,12 @@ class Layout:
         """The number of rows that the rank holds."""
         return sum(span.stop - span.start for span in self.spans(rank))
 
+    def check_positions(self, name: str, positions: tuple[int, ...]) -> None:
+        """Raise unless all positions are in the sequence."""
+        for i, position in enumerate(positions):
+            if not 0 <= position < self.rows:
+                raise ValueError(f"{name}[{i}]={position}: the sequence has {self.rows} rows; positions count from 0")
+
     def rank_spans(self, start: int, stop: int) -> Iterator[RankSpan]:
         """Split rows ``start .. stop - 1`` by rank, in order. Takes time proportional to the number of spans."""
         held: RankSpan | None = None

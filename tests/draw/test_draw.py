@@ -4,11 +4,13 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+import torch
 from matplotlib.colors import to_rgb
 
 import ringspan as rs
 from ringspan.draw import (
     draw_density,
+    draw_heat_map,
     draw_pattern,
     draw_plans,
     draw_schedule,
@@ -222,3 +224,69 @@ def test_all_pictures_of_a_plan_are_files(tmp_path: Path) -> None:
             assert path.stat().st_size < 2**20
         else:
             assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def tiles_of(side: int) -> torch.Tensor:
+    return 256 * torch.cartesian_prod(torch.arange(side), torch.arange(side + 1))
+
+
+def test_a_heat_map_has_each_tile_at_its_place() -> None:
+    xy, weights = tiles_of(3), torch.rand(4, 12, requires_grad=True)
+    figure = draw_heat_map(xy, weights, 256)
+    axis, bar = figure.axes
+    (tiles,) = axis.collections
+    drawn = {
+        tuple(path.vertices.min(0)): value for path, value in zip(tiles.get_paths(), tiles.get_array(), strict=True)
+    }
+    wanted = {
+        tuple(corner): value for corner, value in zip(xy.tolist(), weights.double().mean(0).tolist(), strict=True)
+    }
+    assert drawn == wanted
+    assert all((path.vertices.max(0) - path.vertices.min(0) == 256).all() for path in tiles.get_paths())
+    assert axis.get_ylim()[0] > axis.get_ylim()[1], "y points down"
+    assert bar.get_ylabel() == "attention weight, mean over 4 heads"
+    assert not figure.legends
+
+
+def test_heat_maps_of_heads_share_their_colours() -> None:
+    weights = torch.rand(6, 12)
+    weights[2] = 0
+    figure = draw_heat_map(tiles_of(3).numpy(), weights.numpy(), 256, per_head=True, title="a slide")
+    shown = [axis for axis in figure.axes if axis.collections and axis.get_title()]
+    assert [axis.get_title() for axis in shown] == [f"head {i}" for i in range(6)]
+    for axis, head in zip(shown, weights, strict=True):
+        (tiles,) = axis.collections
+        assert tiles.norm.vmin == 0
+        assert tiles.norm.vmax == pytest.approx(weights.max().item())
+        assert (tiles.get_array().mask.sum() if (head == 0).any() else 0) == (head == 0).sum()
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["no weight"]
+    assert figure.get_suptitle() == "a slide"
+
+
+def test_a_heat_map_on_a_log_scale_ends_after_four_decades() -> None:
+    weights = torch.tensor([0.0, 1e-12, 0.001, 0.5])
+    figure = draw_heat_map(tiles_of(4)[:4], weights, 256, log=True)
+    (tiles,) = figure.axes[0].collections
+    assert (tiles.norm.vmin, tiles.norm.vmax) == (pytest.approx(5e-5), 0.5)
+    assert tiles.to_rgba(0.5) != tiles.to_rgba(0.001) != tiles.to_rgba(1e-12)
+    assert tiles.get_array().mask.tolist() == [True, False, False, False]
+    for empty in (torch.zeros(4), torch.full((4,), 0.25)):
+        for log in (False, True):
+            draw_heat_map(tiles_of(4)[:4], empty, 256, log=log).savefig("/dev/null", format="png")
+
+
+@pytest.mark.parametrize(
+    ("xy", "weights", "tile_size", "words"),
+    [
+        (torch.zeros(4, 3), torch.ones(4), 1, r"coordinates have shape \(4, 3\)"),
+        (torch.zeros(0, 2), torch.ones(0), 1, r"coordinates have shape \(0, 2\)"),
+        (torch.zeros(4, 2), torch.ones(5), 1, "there are 4 tiles.*leave out the weights of other tokens"),
+        (torch.zeros(4, 2), torch.ones(1, 2, 4), 1, r"weights have shape \(1, 2, 4\)"),
+        (torch.zeros(4, 2), -torch.ones(4), 1, "at least 0"),
+        (torch.full((4, 2), torch.nan), torch.ones(4), 1, "must be finite"),
+        (torch.zeros(4, 2), torch.ones(4), 0, "tile_size=0"),
+    ],
+)
+def test_heat_maps_that_cannot_be_drawn(xy: torch.Tensor, weights: torch.Tensor, tile_size: float, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        draw_heat_map(xy, weights, tile_size)

@@ -384,3 +384,20 @@ def test_nothing_leaks() -> None:
     after = footprint()
     assert after[0] - before[0] < 8 * 2**20, f"memory grew by {after[0] - before[0]} bytes"
     assert after[1:] == before[1:], f"descriptors and threads: {before[1:]} before, {after[1:]} after"
+
+
+@on_ranks(2)
+def test_calls_with_the_longest_descriptions() -> None:
+    """Long texts are shortened to fixed sizes before ranks compare them, and all of them fit."""
+    ring, n = rs.Ring(layout="contiguous"), 256
+    pattern: rs.Pattern = rs.Window(n)
+    for i in range(1, 40):
+        pattern += rs.Dilated((8 * i, 128), (1, 2), "blocked", shift=i)
+    order = rs.Hilbert.folded(16)
+    generator = torch.Generator().manual_seed(ring.rank)
+    q, k, v = (torch.randn(1, n // 2, 64, 2, generator=generator, dtype=torch.float64) for _ in range(3))
+    sinks = torch.arange(64, dtype=torch.float64) / 7
+    out = rs.attention(q, k, v, pattern=pattern, order=order, lengths=(16,) * 16, sinks=sinks, scale=1 / 3, ring=ring)
+    assert out.isfinite().all()
+    with pytest.raises(rs.RingError, match="disagree on pattern"):
+        rs.attention(q, k, v, pattern=pattern + rs.Window(ring.rank), order=order, lengths=(16,) * 16, ring=ring)

@@ -5,7 +5,8 @@ Nothing in this package uses tensors, devices or process groups.
 
 from ringspan.geometry.band import BandPart, Mask, band
 from ringspan.geometry.comb import Comb, Lane, SegmentRun, group_heads, segment_runs
-from ringspan.geometry.documents import Documents, as_int
+from ringspan.geometry.documents import Documents, as_int, as_positions
+from ringspan.geometry.keys import keys_seen
 from ringspan.geometry.pattern import (
     Branch,
     Dilated,
@@ -38,8 +39,10 @@ __all__ = [
     "Window",
     "WindowBranch",
     "as_int",
+    "as_positions",
     "band",
     "group_heads",
+    "keys_seen",
     "parse_pattern",
     "segment_runs",
     "unselected_row",

@@ -1,9 +1,9 @@
-"""Packed documents: several sequences, end to end, in one row dimension. Also `as_int`, which checks integers."""
+"""Packed documents: several sequences, end to end, in one row dimension. Also checks of integers."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,13 @@ def as_int(name: str, value: Any) -> int:
         except TypeError:
             pass
     raise TypeError(f"{name}={value!r}: must be an int")
+
+
+def as_positions(name: str, values: Any) -> tuple[int, ...]:
+    """Positions in a sequence as plain ints, from ints or a tensor."""
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise TypeError(f"{name}={values!r}: must be positions in the sequence, such as (0, 17)")
+    return tuple(as_int(f"{name}[{i}]", value) for i, value in enumerate(values))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,241 +5,281 @@ Modules have torchscale's names, so its state dicts load unchanged. torchscale i
 
 from __future__ import annotations
 
-import difflib
-import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import ringspan as rs
+from ringspan.integrations.torchscale_config import ACTIVATIONS, DROPOUTS, Padding, TorchscaleConfig
+from ringspan.models.longnet import AnyRing, keep_attention, positions_of
+from ringspan.nn.dropout import DropoutKey, drop_path, row_dropout
 from ringspan.validation import Lengths, packed_lengths
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "swish": F.silu}
+__all__ = ["TorchscaleConfig", "TorchscaleEncoder"]
 
-# Every setting of torchscale's EncoderConfig is in one of these groups.
-_NEEDED = (
-    *("encoder_embed_dim", "encoder_layers", "encoder_attention_heads", "encoder_ffn_embed_dim"),
-    *("segment_length", "dilated_ratio"),
-)
-_SWITCHES = {  # with torchscale's defaults
-    "encoder_normalize_before": True,
-    "normalize_output": True,
-    "subln": True,
-    "no_scale_embedding": True,
-    "layernorm_embedding": False,
-    "no_output_layer": False,
-}
-_NUMBERS = {"layernorm_eps": 1e-5, "vocab_size": -1}
-_OTHERS_HONOURED = ("activation_fn",)
-_DROPOUTS = ("dropout", "drop_path_rate", "attention_dropout", "activation_dropout")  # no effect in evaluation mode
-_ONLY = {  # settings whose other values are not supported
-    "deepnorm": False,
-    "multiway": False,
-    "xpos_rel_pos": False,
-    "rel_pos_buckets": 0,
-    "max_rel_pos": 0,
-    "moe_freq": 0,
-    "use_xmoe": False,
-    "flash_attention": True,  # without it torchscale's dilated attention refuses to run, and LongViT is not dilated
-}
-_NO_EFFECT = (  # on the result of an encoder that has none of the above
-    *("moe_top1_expert", "moe_expert_count", "moe_gating_use_fp32", "moe_eval_capacity_token_fraction"),
-    *("moe_second_expert_policy", "moe_normalize_gate_prob_before_dropping", "xpos_scale_base"),
-    *("bert_init", "share_encoder_input_output_embed", "max_source_positions", "img_size", "patch_size", "in_chans"),
-    *("checkpoint_activations", "fsdp", "ddp_rank", "seq_parallel"),
-    "block_shift",  # in GigaPath's configurations; no code reads it
-)
-_KNOWN = (*_NEEDED, *_SWITCHES, *_NUMBERS, *_OTHERS_HONOURED, *_DROPOUTS, *_ONLY, *_NO_EFFECT)
+Encoder = TypeVar("Encoder", bound=nn.Module)
+
+
+def padded_keys(pattern: rs.Dilated, heads: int, positions: Tensor, lengths: Tensor) -> Tensor:
+    """The number of padded keys that torchscale lets each row attend to, (rows, heads), int64.
+
+    A branch counts where it selects the row itself. torchscale cuts a segment to the sequence, then pads the sequence
+    to whole segments, and each segment to a multiple of the rate.
+
+    Args:
+        positions: (rows,), int64: positions in their sequences.
+        lengths: (rows,), int64: the length of the sequence of each row.
+
+    >>> padded_keys(rs.Dilated((4, 8), (1, 2), "blocked"), 2, torch.arange(6), torch.full((6,), 6)).tolist()
+    [[0, 0], [0, 0], [0, 0], [0, 0], [2, 2], [2, 2]]
+    >>> padded_keys(rs.Dilated((5,), (2,), "blocked"), 2, torch.arange(5), torch.full((5,), 5)).tolist()
+    [[0, 0], [0, 1], [0, 0], [0, 1], [0, 0]]
+    """
+    total = torch.zeros(len(positions), heads, dtype=torch.int64, device=positions.device)
+    for segment_length, rate in zip(pattern.segment_lengths, pattern.dilation_rates, strict=True):
+        offsets = torch.tensor(pattern.offsets(rate, heads), device=positions.device)
+        segment = lengths.clamp(max=segment_length)
+        place = positions % segment
+        held = torch.minimum(segment, lengths - positions + place)  # rows of the sequence in this segment
+        keys = (segment + rate - 1) // rate  # that a head selects in a padded segment
+        padded = keys[:, None] - (held[:, None] - offsets + rate - 1) // rate
+        total += padded * (place[:, None] % rate == offsets)
+    return total
+
+
+def row_places(
+    batch: int, rows: int, device: torch.device, ring: AnyRing, seq_len: int | None, lengths: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the rows of a call are in their sequences. A sequence is an entry of the batch, or a packed document.
+
+    Returns the position of each row in its sequence, (rows,), the length of that sequence, (rows,), and its number,
+    (batch, rows), all int64.
+    """
+    whole, positions = positions_of(rows, device, ring, seq_len, lengths)
+    entries = torch.arange(batch, device=device)[:, None]
+    if lengths is None:
+        return positions, torch.full_like(positions, whole), entries.expand(batch, rows)
+    _, places = positions_of(rows, device, ring, seq_len)
+    lengths = lengths.to(device)
+    documents = torch.bucketize(places, lengths.cumsum(0), right=True)
+    return positions, lengths[documents], entries * len(lengths) + documents
 
 
 @dataclass(frozen=True)
-class TorchscaleConfig:
-    """Sizes and options of a torchscale LongNet encoder."""
+class _Rows:
+    """What every layer needs about the rows of a call."""
 
-    width: int
-    layers: int
-    heads: int
-    mlp_width: int
-    pattern: rs.Dilated
-    norm_eps: float = 1e-5
-    sub_norms: bool = True
-    norm_first: bool = True
-    norm_output: bool = True
-    norm_embedding: bool = False
-    scale_embedding: bool = False
-    activation: str = "gelu"
-    dropouts: tuple[str, ...] = ()  # rates other than 0, such as "dropout=0.1"
+    attention: dict[str, Any]  # options of rs.attention
+    key: DropoutKey | None = None  # None: nothing is dropped
+    positions: Tensor | None = None
+    samples: Tensor | None = None
 
-    def __post_init__(self) -> None:
-        for name in ("width", "layers", "heads", "mlp_width"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
-        if self.width % self.heads:
-            raise ValueError(f"width={self.width}, heads={self.heads}: heads must divide width")
+    def dropout(self, x: Tensor, rate: float, *place: int) -> Tensor:
+        if self.key is None or self.positions is None:
+            return x
+        return row_dropout(x, rate, key=self.key.at(*place), positions=self.positions, samples=self.samples)
 
-    @staticmethod
-    def of(settings: Mapping[str, Any]) -> TorchscaleConfig:
-        """Create from the settings of torchscale's ``EncoderConfig``. Lists may be strings, as torchscale writes them.
-
-        Each setting is honoured, has no effect on the result, or is refused by name. Unknown names are refused. Missing
-        settings have torchscale's defaults.
-
-        >>> config = TorchscaleConfig.of({"encoder_embed_dim": 64, "encoder_attention_heads": 4, "encoder_layers": 2,
-        ...     "encoder_ffn_embed_dim": 128, "segment_length": "[16, 64]", "dilated_ratio": "[1, 4]"})
-        >>> config.pattern.segment_lengths, config.pattern.head_offsets
-        ((16, 64), 'blocked')
-        """
-        _check_names(settings)
-        switches = {name: _switch(name, settings.get(name, default)) for name, default in _SWITCHES.items()}
-        numbers = {name: _number(name, settings.get(name, default)) for name, default in _NUMBERS.items()}
-        for name, only in _ONLY.items():
-            if settings.get(name, only) != only:
-                raise ValueError(
-                    f"{name}={settings[name]!r}: not supported; only encoders with {name}={only} can be loaded"
-                )
-        if numbers["vocab_size"] > 0 and not switches["no_output_layer"]:
-            raise ValueError(
-                f"no_output_layer=False, vocab_size={settings['vocab_size']}: output layers are not supported; set "
-                "no_output_layer=True and apply output_projection to the output of the encoder"
-            )
-        activation = str(settings.get("activation_fn", "gelu"))
-        if activation not in _ACTIVATIONS:
-            raise ValueError(f"activation_fn={activation!r}: must be one of {', '.join(_ACTIVATIONS)}")
-        lengths, rates = (_whole_numbers(name, settings[name]) for name in ("segment_length", "dilated_ratio"))
-        norm_first = switches["encoder_normalize_before"] or switches["subln"]  # torchscale's sub-LayerNorm implies it
-        dropouts = {name: _number(name, settings.get(name, 0.0)) for name in _DROPOUTS}
-        return TorchscaleConfig(
-            width=_whole_number("encoder_embed_dim", settings["encoder_embed_dim"]),
-            layers=_whole_number("encoder_layers", settings["encoder_layers"]),
-            heads=_whole_number("encoder_attention_heads", settings["encoder_attention_heads"]),
-            mlp_width=_whole_number("encoder_ffn_embed_dim", settings["encoder_ffn_embed_dim"]),
-            pattern=rs.Dilated(lengths, rates, head_offsets="blocked"),
-            norm_eps=numbers["layernorm_eps"],
-            sub_norms=switches["subln"],
-            norm_first=norm_first,
-            norm_output=norm_first and switches["normalize_output"],
-            norm_embedding=switches["layernorm_embedding"],
-            scale_embedding=not switches["no_scale_embedding"],
-            activation=activation,
-            dropouts=tuple(f"{name}={rate:g}" for name, rate in dropouts.items() if rate),
-        )
+    def drop_path(self, x: Tensor, rate: float, *place: int) -> Tensor:
+        return x if self.key is None else drop_path(x, rate, key=self.key.at(*place), samples=self.samples)
 
 
-def _check_names(settings: Mapping[str, Any]) -> None:
-    for name in settings:
-        if name not in _KNOWN:
-            close = difflib.get_close_matches(name, _KNOWN, 1)
-            meant = f"; did you mean {close[0]}?" if close else ""
-            raise ValueError(f"{name}: not a setting of torchscale's EncoderConfig{meant} Known: {', '.join(_KNOWN)}")
-    missing = [name for name in _NEEDED if settings.get(name) in (None, "")]
-    if missing:
-        raise ValueError(f"missing settings: {', '.join(missing)}; pass those of torchscale's EncoderConfig")
-
-
-def _switch(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):  # the string "False" is truthy
-        raise ValueError(f"{name}={value!r}: must be True or False")
-    return value
-
-
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"{name}={value!r}: must be a finite number")
-    return value
-
-
-def _whole_number(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name}={value!r}: must be a whole number")
-    return value
-
-
-def _whole_numbers(name: str, value: Any) -> tuple[int, ...]:
-    try:
-        numbers = json.loads(value) if isinstance(value, str) else value
-        return tuple(_whole_number(name, number) for number in numbers)
-    except (TypeError, ValueError):
-        raise ValueError(f"{name}={value!r}: must be a list of whole numbers, such as [1024, 2048]") from None
+# Where numbers are dropped: the first part of a key's place. The second is the layer.
+_EMBEDDING, _ATTENTION, _ACTIVATION, _MLP, _ATTENTION_PATH, _MLP_PATH = range(6)
 
 
 class TorchscaleEncoder(nn.Module):
     """A LongNet encoder with torchscale's weights and names: embeddings in, embeddings out, (batch, rows, width).
 
-    The input is torchscale's ``token_embeddings``; the encoder scales and normalises them if the settings say so. Over
-    a `Ring`, rows are this rank's, and ``seq_len`` is the length of the whole sequence. ``lengths`` and ``cu_seqlens``
-    are those of `rs.attention`.
+    The input is torchscale's ``token_embeddings``; the encoder scales and normalises them if the settings say so.
+
+    In training mode, dropout and stochastic depth need a ``dropout_key``. Masks depend on the key and on each row's
+    place in its sequence, not on the ring.
     """
 
     def __init__(self, config: TorchscaleConfig) -> None:
         super().__init__()
         self.config = config
         self.layernorm_embedding = nn.LayerNorm(config.width, config.norm_eps) if config.norm_embedding else None
-        self.layers = nn.ModuleList(_EncoderLayer(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(_EncoderLayer(config, i) for i in range(config.layers))
         self.layer_norm = nn.LayerNorm(config.width, config.norm_eps) if config.norm_output else None
 
     @staticmethod
-    def load(weights: Mapping[str, Tensor], settings: Mapping[str, Any], prefix: str = "") -> TorchscaleEncoder:
+    def load(
+        weights: Mapping[str, Tensor], settings: Mapping[str, Any], prefix: str = "", padding: Padding = "none"
+    ) -> TorchscaleEncoder:
         """Create an encoder in evaluation mode from a torchscale state dict and its settings.
 
         Only names that start with ``prefix`` are used.
         """
-        encoder = TorchscaleEncoder(TorchscaleConfig.of(settings))
-        chosen = {name.removeprefix(prefix): x for name, x in weights.items() if name.startswith(prefix)}
-        if not chosen:
-            raise ValueError(
-                f"prefix={prefix!r}: no weight name starts with it; names look like {next(iter(weights), None)!r}"
-            )
-        dtypes = {x.dtype for x in chosen.values()}
-        if len(dtypes) > 1:
-            raise ValueError(f"weights are {', '.join(sorted(map(str, dtypes)))}: convert them to one dtype")
-        encoder = encoder.to(dtypes.pop())
-        encoder.load_state_dict(chosen)
-        return encoder.eval()
+        encoder = TorchscaleEncoder(TorchscaleConfig.of(settings, padding))
+        return load_weights_of_one_dtype(encoder, without_prefix(weights, prefix))
 
     def forward(
         self,
         x: Tensor,
         *,
-        ring: rs.Ring | rs.SimulatedRing | None = None,
+        ring: AnyRing = None,
         seq_len: int | None = None,
         lengths: Lengths | None = None,
         cu_seqlens: Lengths | None = None,
-    ) -> Tensor:
-        options: dict[str, Any] = dict(ring=ring, seq_len=seq_len)
-        options["lengths"] = packed_lengths(lengths, cu_seqlens, seq_len if isinstance(ring, rs.Ring) else x.shape[1])
-        if self.training and self.config.dropouts:
+        dropout_key: DropoutKey | None = None,
+        readout: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor | list[Tensor]:
+        """Encode embeddings (batch, rows, width).
+
+        Args:
+            ring, seq_len: as for `rs.attention`. Over a `Ring`, rows are this rank's, and ``seq_len`` is the length of
+                the whole sequence; dropout and ``padding="torchscale"`` need it.
+            lengths, cu_seqlens: packed documents, as for `rs.attention`.
+            dropout_key: needed in training mode if a rate is not 0; ignored in evaluation mode.
+            readout: applied to the embeddings and to the output of each layer, before the last norm. Its results are
+                returned instead, as a list.
+        """
+        rows = self._rows(x, ring, seq_len, lengths, cu_seqlens, dropout_key)
+        if readout is not None:
+            return [readout(state) for state in self._states(x, rows)]
+        for state in self._states(x, rows):
+            x = state
+        return x if self.layer_norm is None else self.layer_norm(x)
+
+    def queries_and_keys(
+        self,
+        x: Tensor,
+        layer: int,
+        *,
+        ring: AnyRing = None,
+        seq_len: int | None = None,
+        lengths: Lengths | None = None,
+        cu_seqlens: Lengths | None = None,
+    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """Queries and keys (batch, rows, heads, head_dim) of a layer, and the options of its attention.
+
+        Options are those of `rs.attention`, such as the pattern and sinks of (batch, rows, heads). Over a `Ring`, rows
+        are this rank's. Arguments are those of `forward`. Runs the layers before ``layer``, which counts from 0.
+        """
+        if not 0 <= layer < len(self.layers):
+            raise ValueError(f"layer={layer}: must be in 0 .. {len(self.layers) - 1}")
+        rows = self._rows(x, ring, seq_len, lengths, cu_seqlens, None)
+        states = self._states(x, rows)
+        for _ in range(layer + 1):
+            x = next(states)
+        chosen = self.layers[layer]
+        assert isinstance(chosen, _EncoderLayer)
+        q, k, _ = chosen.self_attn.project(chosen.self_attn_layer_norm(x) if chosen.norm_first else x)
+        return q, k, {"pattern": self.config.pattern, **rows.attention}
+
+    def checkpoint_layers(self, wanted: bool = True) -> None:
+        """Whether backward recomputes the layers instead of keeping activations. Attention outputs are always kept."""
+        for layer in self.layers:
+            assert isinstance(layer, _EncoderLayer)
+            layer.recompute = wanted
+
+    def _rows(
+        self,
+        x: Tensor,
+        ring: AnyRing,
+        seq_len: int | None,
+        lengths: Lengths | None,
+        cu_seqlens: Lengths | None,
+        key: DropoutKey | None,
+    ) -> _Rows:
+        packed = packed_lengths(lengths, cu_seqlens, seq_len if isinstance(ring, rs.Ring) else x.shape[1])
+        attention = dict(ring=ring, seq_len=seq_len, lengths=packed, sinks=None)
+        key = self._checked_key(key)
+        if key is None and self.config.padding == "none":
+            return _Rows(attention)
+        positions, of_rows, samples = row_places(len(x), x.shape[1], x.device, ring, seq_len, packed)
+        if self.config.padding == "torchscale":
+            padded = padded_keys(self.config.pattern, self.config.heads, positions, of_rows)
+            sinks = padded.to(torch.float64 if x.dtype == torch.float64 else torch.float32).log_()  # -inf for none
+            attention["sinks"] = sinks.expand(len(x), -1, -1)
+        return _Rows(attention, key, positions, samples)
+
+    def _checked_key(self, key: DropoutKey | None) -> DropoutKey | None:
+        """The key if something is dropped, otherwise None."""
+        rates = {name: getattr(self.config, name) for name in DROPOUTS if getattr(self.config, name)}
+        if not self.training or not rates:
+            return None
+        if key is not None and "attention_dropout" not in rates:
+            return key
+        named = ", ".join(f"{name}={rate:g}" for name, rate in rates.items())
+        if "attention_dropout" in rates:
             raise ValueError(
-                f"{', '.join(self.config.dropouts)}: dropout is not supported; call eval(), or set it to 0 to train "
-                "without it"
+                f"{named}: dropout on attention weights is not supported; call eval(), or set attention_dropout to 0"
             )
+        raise ValueError(
+            f"{named}: training with dropout needs dropout_key=rs.nn.DropoutKey(seed, step), with another step in each "
+            "call; to train without dropout, call eval() or set the rates to 0"
+        )
+
+    def _states(self, x: Tensor, rows: _Rows) -> Iterator[Tensor]:
+        """The embeddings, and the output of each layer."""
         if self.config.scale_embedding:
             x = x * math.sqrt(self.config.width)
         if self.layernorm_embedding is not None:
             x = self.layernorm_embedding(x)
+        x = rows.dropout(x, self.config.dropout, _EMBEDDING)
+        yield x
         for layer in self.layers:
-            x = layer(x, options)
-        return x if self.layer_norm is None else self.layer_norm(x)
+            x = layer(x, rows)
+            yield x
+
+
+def without_prefix(weights: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """The entries whose names start with ``prefix``, by the rest of their names. Raises if there are none."""
+    chosen = {name.removeprefix(prefix): x for name, x in weights.items() if name.startswith(prefix)}
+    if not chosen:
+        raise ValueError(
+            f"prefix={prefix!r}: no weight name starts with it; names look like {next(iter(weights), None)!r}"
+        )
+    return chosen
+
+
+def load_weights_of_one_dtype(encoder: Encoder, weights: Mapping[str, Tensor]) -> Encoder:
+    """Load a state dict into the encoder, which takes its dtype. Returns it in evaluation mode."""
+    dtypes = {x.dtype for x in weights.values()}
+    if len(dtypes) > 1:
+        raise ValueError(f"weights are {', '.join(sorted(map(str, dtypes)))}: convert them to one dtype")
+    for dtype in dtypes:
+        encoder = encoder.to(dtype)
+    encoder.load_state_dict(weights)
+    return encoder.eval()
 
 
 class _EncoderLayer(nn.Module):
-    def __init__(self, config: TorchscaleConfig) -> None:
+    def __init__(self, config: TorchscaleConfig, layer: int) -> None:
         super().__init__()
-        self.norm_first = config.norm_first
+        self.norm_first, self.layer, self.dropout = config.norm_first, layer, config.dropout
+        self.drop_path_rate = config.drop_path_rate * layer / max(config.layers - 1, 1)
         self.self_attn = _EncoderAttention(config)
         self.self_attn_layer_norm = nn.LayerNorm(config.width, config.norm_eps)
-        self.ffn = _EncoderMLP(config)
+        self.ffn = _EncoderMLP(config, layer)
         self.final_layer_norm = nn.LayerNorm(config.width, config.norm_eps)
+        self.recompute = False
 
-    def forward(self, x: Tensor, options: dict[str, Any]) -> Tensor:
+    def forward(self, x: Tensor, rows: _Rows) -> Tensor:
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(self._compute, x, rows, use_reentrant=False, context_fn=keep_attention)
+        return self._compute(x, rows)
+
+    def _compute(self, x: Tensor, rows: _Rows) -> Tensor:
         if self.norm_first:
-            x = x + self.self_attn(self.self_attn_layer_norm(x), options)
-            return x + self.ffn(self.final_layer_norm(x))
-        x = self.self_attn_layer_norm(x + self.self_attn(x, options))
-        return self.final_layer_norm(x + self.ffn(x))
+            x = x + self._attended(self.self_attn_layer_norm(x), rows)
+            return x + self._transformed(self.final_layer_norm(x), rows)
+        x = self.self_attn_layer_norm(x + self._attended(x, rows))
+        return self.final_layer_norm(x + self._transformed(x, rows))
+
+    def _attended(self, x: Tensor, rows: _Rows) -> Tensor:
+        x = rows.dropout(self.self_attn(x, rows.attention), self.dropout, _ATTENTION, self.layer)
+        return rows.drop_path(x, self.drop_path_rate, _ATTENTION_PATH, self.layer)
+
+    def _transformed(self, x: Tensor, rows: _Rows) -> Tensor:
+        return rows.drop_path(self.ffn(x, rows), self.drop_path_rate, _MLP_PATH, self.layer)
 
 
 class _EncoderAttention(nn.Module):
@@ -250,20 +290,25 @@ class _EncoderAttention(nn.Module):
         self.inner_attn_ln = nn.LayerNorm(config.width, config.norm_eps) if config.sub_norms else nn.Identity()
 
     def forward(self, x: Tensor, options: dict[str, Any]) -> Tensor:
-        q, k, v = (project(x).unflatten(-1, (self.heads, -1)) for project in (self.q_proj, self.k_proj, self.v_proj))
-        out = rs.attention(q, k, v, pattern=self.pattern, **options)
+        out = rs.attention(*self.project(x), pattern=self.pattern, **options)
         return self.out_proj(self.inner_attn_ln(out.flatten(-2)))
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values, (batch, rows, heads, head_dim)."""
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        return tuple(project(x).unflatten(-1, (self.heads, -1)) for project in projections)
 
 
 class _EncoderMLP(nn.Module):
-    def __init__(self, config: TorchscaleConfig) -> None:
+    def __init__(self, config: TorchscaleConfig, layer: int) -> None:
         super().__init__()
-        self.activation = _ACTIVATIONS[config.activation]
+        self.layer, self.dropout, self.activation_dropout = layer, config.dropout, config.activation_dropout
+        self.activation = ACTIVATIONS[config.activation]
         self.fc1, self.fc2 = nn.Linear(config.width, config.mlp_width), nn.Linear(config.mlp_width, config.width)
         self.ffn_layernorm = nn.LayerNorm(config.mlp_width, config.norm_eps) if config.sub_norms else nn.Identity()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rows: _Rows) -> Tensor:
         hidden = self.fc1(x)
         wide = hidden.float() if hidden.dtype.itemsize < 4 else hidden
-        hidden = self.activation(wide).type_as(hidden)
-        return self.fc2(self.ffn_layernorm(hidden))
+        hidden = rows.dropout(self.activation(wide).type_as(hidden), self.activation_dropout, _ACTIVATION, self.layer)
+        return rows.dropout(self.fc2(self.ffn_layernorm(hidden)), self.dropout, _MLP, self.layer)

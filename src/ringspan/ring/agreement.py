@@ -17,7 +17,7 @@ from torch import Tensor
 from ringspan.ring.transport import RingError
 from ringspan.runtime.collectives import all_gather_json
 
-_METADATA_BYTES = 1024
+_METADATA_BYTES = 2048  # of a call with the longest texts of pattern, order, lengths and sinks
 OWN = ("rows", "fingerprint")
 
 

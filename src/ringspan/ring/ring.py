@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ringspan.geometry import as_positions
 from ringspan.layout import Layout, LayoutName, check_layout_name
 from ringspan.planning import Routing, check_routing
-from ringspan.ring.agreement import by_value, check_agreement, exchange_metadata
+from ringspan.ring.agreement import by_value, check_agreement, digest, exchange_metadata, fingerprint
 from ringspan.ring.backend import GatherRows, Metadata, register_ring, take_rows
 from ringspan.ring.transport import Counters, GroupTransport, RingError, Transport
 
@@ -87,21 +88,34 @@ class Ring:
         (replicated), divide it by the number of ranks first.
         """
         dim = dim % x.dim()
-        if seq_len is None:
-            shape = [size for d, size in enumerate(x.shape) if d != dim]
-            needs_grad = torch.is_grad_enabled() and x.requires_grad
-            metadata = {
-                "call": "gather_sequence",
-                "dim": dim,
-                "shape": shape,
-                "dtype": str(x.dtype),
-                "grad": needs_grad,
-            }
-            layout = self._agree_on_rows(x.shape[dim], lambda: metadata, x)
-        else:
-            layout = self.layout_of(seq_len)
-        self._check_rows(x.shape[dim], layout)
+        needs_grad = torch.is_grad_enabled() and x.requires_grad
+        layout = self._agree_on_shards("gather_sequence", x, dim, seq_len, lambda: {"grad": needs_grad})
         return GatherRows.apply(x, layout, self.rank, dim, self.group)
+
+    @torch.no_grad()
+    def rows_at(self, x: Tensor, positions: Iterable[int] | Tensor, dim: int = 1, seq_len: int | None = None) -> Tensor:
+        """A few rows of the whole sequence, on every rank, from each rank's own rows ``x``: one small all-reduce.
+
+        ``positions`` are those of the whole sequence, the same on all ranks, in any order. The result has no gradient.
+        """
+        dim, chosen = dim % x.dim(), as_positions("positions", positions)
+        layout = self._agree_on_shards(
+            "rows_at",
+            x,
+            dim,
+            seq_len,
+            lambda: {"positions": digest(str(chosen)), "fingerprint": fingerprint(x.movedim(dim, 0)[None])},
+        )
+        layout.check_positions("positions", chosen)
+        shape = list(x.shape)
+        shape[dim] = len(chosen)
+        rows = x.new_zeros(shape)  # each row is added to the zeros of the other ranks
+        for span in layout.spans(self.rank):
+            for i, position in enumerate(chosen):
+                if span.start <= position < span.stop:
+                    rows.select(dim, i).copy_(x.select(dim, span.local + position - span.start))
+        dist.all_reduce(rows, group=self.group)
+        return rows
 
     def positions(self, seq_len: int, device: torch.device | str | None = None) -> Tensor:
         """The positions of this rank's rows in the sequence, int64: for rotary embeddings, loss masks and so on."""
@@ -128,6 +142,12 @@ class Ring:
     def unshard(self, layout: Layout, parts: list[Tensor], dim: int) -> Tensor:
         (part,) = parts
         return part
+
+    def _agree_on_shards(self, call: str, x: Tensor, dim: int, seq_len: int | None, others: Metadata) -> Layout:
+        """The layout of a sequence whose rows are dimension ``dim`` of each rank's ``x``."""
+        shape = [size for d, size in enumerate(x.shape) if d != dim]
+        metadata = {"call": call, "dim": dim, "shape": shape, "dtype": str(x.dtype)}
+        return self.agree(x.shape[dim], lambda: {**metadata, **others()}, seq_len, x)
 
     def _agree_on_rows(self, rows: int, metadata: Metadata, like: Tensor) -> Layout:
         mine = {"rows": rows, "layout": self.layout, "routing": str(self.routing), **metadata()}
