@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import ringspan as rs
 from ringspan.integrations.gigapath import SIZES, SlideEncoder, pack_slides, segment_lengths_of
 from ringspan.integrations.tile_grid import position_embedding
+from ringspan.oracle import dense_attention
 from tests.slides.slide_data import GOLDEN_SIZE, ROUNDING, golden, golden_encoder, slides, small_encoder, weighted
 
 KEY = rs.nn.DropoutKey(11, 5)
@@ -185,6 +186,28 @@ def test_queries_and_keys_give_the_attention_of_the_cls_rows() -> None:
     wanted = rs.attention(q, k, k, **options)[:, rows]
     weights = rs.attention_weights(q[:, rows], k, rows=rows, **options | {"sinks": options["sinks"][:, rows]})
     torch.testing.assert_close(torch.einsum("bhpt,bthd->bphd", weights, k), wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("padding", ["torchscale", "none"])
+@pytest.mark.parametrize("layer", [0, None])
+@torch.no_grad()
+def test_attention_weights_of_the_cls_rows(layer: int | None, padding: Any) -> None:
+    """Equal to those of single slides, and to the dense definition with the options of the layer's attention."""
+    encoder, lengths = small_encoder(padding=padding).eval(), (30, 25)
+    x, coords = slides(*lengths)
+    found = encoder.attention_weights(x, coords, layer, lengths=lengths)
+    assert found.shape == (2, 6, 55)
+    starts = (0, 30)
+    for i, (start, tiles) in enumerate(zip(starts, lengths, strict=True)):
+        single = x[:, start : start + tiles], coords[:, start : start + tiles]
+        alone = encoder.attention_weights(*single, layer)
+        torch.testing.assert_close(found[i, :, start : start + tiles], alone[0], rtol=0, atol=1e-12)
+        assert found[i].count_nonzero() == alone.count_nonzero()
+        q, k, options = encoder.queries_and_keys(*single, layer=2 if layer is None else layer)
+        n = tiles + 1
+        values = torch.eye(n, dtype=torch.float64)[None, :, None].expand(1, n, 6, n)
+        wanted, _ = dense_attention(q, k, values, pattern=options["pattern"], sinks=options["sinks"])
+        torch.testing.assert_close(alone[0], wanted[0, 0, :, 1:], rtol=0, atol=1e-12)
 
 
 def test_half_precision_and_autocast() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import product
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 import ringspan as rs
 from ringspan.integrations.gigapath import SlideEncoder
+from ringspan.layout import LayoutName
 from tests.ranks import on_ranks
 from tests.slides.slide_data import ROUNDING, golden, golden_encoder, slides, small_encoder, weighted
 
@@ -129,3 +131,14 @@ def test_errors_on_one_rank_are_raised_on_all() -> None:
     twice = torch.cat([inputs[1], inputs[1]], 1)
     with pytest.raises(ValueError, match="same tile twice"):  # also of tiles that other ranks hold
         encoder.shard(torch.cat([inputs[0], inputs[0]], 1), twice, ring)
+
+
+@on_ranks(2, 3, 4)
+def test_attention_weights_are_those_of_one_device() -> None:
+    encoder, layouts = small_encoder().eval(), get_args(LayoutName)
+    for layout, lengths in product(layouts, (None, LENGTHS)):
+        ring, inputs = rs.Ring(layout=layout), slides(*LENGTHS) if lengths else slides(60)
+        wanted = encoder.attention_weights(*inputs, lengths=lengths)
+        mine = encoder.tile_rows(inputs[0].shape[1], ring, lengths=lengths)
+        found = encoder.attention_weights(*encoder.shard(*inputs, ring, lengths=lengths), ring=ring, lengths=lengths)
+        torch.testing.assert_close(found, wanted[..., mine], rtol=0, atol=1e-12)

@@ -195,6 +195,40 @@ class SlideEncoder(nn.Module):
         sequence, rows = self._sequence(x, coords, ring, seq_len, lengths, cu_seqlens, None, None)
         return self.encoder.queries_and_keys(sequence, layer, **rows.options)
 
+    @torch.no_grad()
+    def attention_weights(
+        self,
+        x: Tensor,
+        coords: Tensor,
+        layer: int | None = None,
+        *,
+        ring: AnyRing = None,
+        seq_len: int | None = None,
+        lengths: Lengths | None = None,
+        cu_seqlens: Lengths | None = None,
+    ) -> Tensor:
+        """The weights with which the CLS row of each slide sees every tile, (slides, heads, tiles): a heat map.
+
+        Arguments are those of `forward`; ``layer`` counts from 0 and is the last by default. The weights of a slide add
+        up to 1 less that of the CLS row itself. Packed slides share the last dimension and see only their own tiles.
+        Over a `Ring`, the columns are this rank's tiles. `rs.attention_weights` reads other rows.
+        """
+        layer = len(self.encoder.layers) - 1 if layer is None else layer
+        sequence, rows = self._sequence(x, coords, ring, seq_len, lengths, cu_seqlens, None, None)
+        q, k, options = self.encoder.queries_and_keys(sequence, layer, **rows.options)
+        packed = rows.options["lengths"]
+        cls_rows = [0] if packed is None else [0, *accumulate(packed[:-1])]
+
+        def of_cls(values: Tensor) -> Tensor:
+            if isinstance(ring, rs.Ring):
+                return ring.rows_at(values, cls_rows, seq_len=rows.options["seq_len"])
+            return values[:, cls_rows]
+
+        if options["sinks"] is not None:
+            options["sinks"] = of_cls(options["sinks"])
+        weights = rs.attention_weights(of_cls(q), k, rows=cls_rows, **options)
+        return weights[..., rows.positions > 0].transpose(1, 2).flatten(0, 1)
+
     def checkpoint_layers(self, wanted: bool = True) -> None:
         """Whether backward recomputes the layers instead of keeping activations. Attention outputs are always kept."""
         self.encoder.checkpoint_layers(wanted)
