@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AttentionInterface, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-import ringspan as rs
 from ringspan.integrations.transformers import register
+from ringspan.integrations.transformers_masks import MaskDescription
 
 Verdict = Literal["equal", "refused", "not used", "different", "not built"]
-TOKENS, PADDED, VOCABULARY = 24, 7, 99
+TOKENS, PADDED, WINDOW, VOCABULARY = 24, 7, 8, 99
+SOFT_CAP = 2.0  # low enough to change scores
 LARGEST = 100_000_000  # parameters
 # By the names of configuration fields. Smaller values are kept.
 WIDTHS: dict[str, int] = {
@@ -49,6 +50,7 @@ COUNTS: dict[str, int] = {
     **dict.fromkeys(("n_group", "topk_group", "num_expert_group"), 1),
     "hidden_size_per_layer_input": 16,
     "num_kv_shared_layers": 0,
+    "max_window_layers": 1,
     **dict.fromkeys(("vocab_size", "text_vocab_size", "decoder_vocab_size"), VOCABULARY),
     **dict.fromkeys(("vocab_size_per_layer_input",), VOCABULARY),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_source_positions", "max_target_positions"), 128),
@@ -65,7 +67,9 @@ SIZES: tuple[dict[str, int], ...] = (
     {**COUNTS, **IMAGES},
     COUNTS,
 )
+# Fields with the reach of local attention, which is set shorter than the text.
 WINDOWS = ("sliding_window", "attention_chunk_size", "local_attention")
+EXTRAS = {"s_aux": "sinks", "softcap": "soft cap"}  # by the arguments of attention
 TASKS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "MULTIMODAL_LM")
 
 
@@ -100,7 +104,7 @@ def _names(table: dict[str, Any], kind: str) -> list[str]:
 
 
 def compare(kind: str, model_class: str, **changes: Any) -> ModelComparison:
-    """Eager attention against ringspan's `Full()`: same weights, same inputs, fp32."""
+    """Eager attention against ringspan's, as the model is configured: same weights, same inputs, fp32."""
 
     def found(verdict: Verdict, reason: str) -> ModelComparison:
         return ModelComparison(kind, model_class, verdict, reason)
@@ -114,7 +118,7 @@ def compare(kind: str, model_class: str, **changes: Any) -> ModelComparison:
             break
     else:
         return found("not built", _sentence(errors[0]))
-    calls = _register_counted()
+    seen = _register_observed()
     try:
         ours = _model(config, model_class, "ringspan")
     except Exception as error:
@@ -132,23 +136,25 @@ def compare(kind: str, model_class: str, **changes: Any) -> ModelComparison:
             return found("refused", _sentence(error))
         if not difference <= _allowed(wanted):
             return found("different", f"{name}: by {difference:.1e}")
-    if not calls:
+    if not seen:
         return found("not used", "never calls ringspan")
-    return found("equal", f"within {difference:.0e}")
+    return found("equal", f"within {difference:.0e}: {', '.join(sorted(seen))}")
 
 
-def _register_counted() -> list[None]:
-    """Register ringspan's attention. The returned list grows by one with each call."""
-    register(pattern=rs.Full())
-    calls: list[None] = []
+def _register_observed() -> set[str]:
+    """Register ringspan's attention, as configured. The returned set collects what models ask of it."""
+    register()
+    seen: set[str] = set()
     attention = AttentionInterface()["ringspan"]
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        calls.append(None)
-        return attention(*args, **kwargs)
+    def observed(*args: Any, **options: Any) -> Any:
+        masks = [x.pattern.text for x in (*args, *options.values()) if isinstance(x, MaskDescription)]
+        seen.update(masks or ["full"])
+        seen.update(text for name, text in EXTRAS.items() if options.get(name) is not None)
+        return attention(*args, **options)
 
-    AttentionInterface.register("ringspan", counted)
-    return calls
+    AttentionInterface.register("ringspan", observed)
+    return seen
 
 
 def _fitting_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -201,11 +207,15 @@ def _small_settings(default: Any, sizes: dict[str, int]) -> dict[str, Any]:
         settings["num_experts_per_tok"] = 2
     settings |= {name: type(x)(0) for name, x in numbers.items() if name.endswith("dropout")}
     settings |= {name: min(x, VOCABULARY - 1) for name, x in numbers.items() if name.endswith("token_id")}
-    settings |= {name: 2 * TOKENS for name in WINDOWS if name in numbers}
+    settings |= {name: WINDOW for name in WINDOWS if name in given}
+    settings |= {name: SOFT_CAP for name in ("attn_logit_softcapping",) if name in numbers}
+    settings |= {name: True for name in ("use_sliding_window",) if name in given}
     layers = numbers.get("num_hidden_layers")
     for name, value in given.items():  # layer types: each kind once
         if isinstance(value, list) and len(value) == layers and isinstance(value[0], str):
             kinds = list(dict.fromkeys(value))
+            if kinds == ["full_attention"] and "use_sliding_window" in given:  # it is off by default
+                kinds = ["sliding_attention", "full_attention"]
             settings[name] = kinds * (2 if len(kinds) == 1 else 1)
             settings["num_hidden_layers"] = len(settings[name])
     for name in getattr(default, "sub_configs", None) or {}:

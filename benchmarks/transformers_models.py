@@ -20,7 +20,7 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING
 
-from benchmarks.small_models import PADDED, TOKENS, ModelComparison, Verdict, compare, model_classes
+from benchmarks.small_models import PADDED, SOFT_CAP, TOKENS, WINDOW, ModelComparison, Verdict, compare, model_classes
 from benchmarks.suite import Measuring, Page, Results, Suite, Table
 
 CPU_SECONDS = 30  # per model class; those that take longer are not small
@@ -29,14 +29,16 @@ TITLES: dict[Verdict, tuple[str, str]] = {
     "different": ("Different", "A defect. Please report it."),
     "equal": (
         "Equal to eager attention",
-        "Within rounding: the largest difference relative to the largest output, in fp32.",
+        "Within rounding: the largest difference relative to the largest output, in fp32, and the attention that the "
+        "model's layers have. A causal window of 8 tokens is `window 7`, because it includes the query's own. Chunks "
+        "of 8 tokens are `8x1`.",
     ),
     "refused": ("Refused", "The model raises this error."),
     "not used": (
         "Not reached",
         "These models never call ringspan: they have no attention, or accept `attn_implementation='ringspan'` but "
-        "compute their own attention, whatever the pattern. ringspan cannot detect this: do not use them with a "
-        "pattern or a ring.",
+        "compute their own attention, whatever the pattern. `causal_lm_loss` refuses them, but `model(**batch)` "
+        "cannot: do not use them with a pattern or a ring.",
     ),
     "not built": (
         "Not examined",
@@ -105,10 +107,11 @@ def report(results: Results) -> Page:
         f"{len(found) - counts['not built']} can be built small: **{counts['equal']} equal** eager attention, "
         f"**{counts['refused']} are refused**, {counts['not used']} never call ringspan, and **{counts['different']} "
         "differ**.\n\n"
-        "Each model is built with random weights and run with `eager` attention and with ringspan's `Full()` on the "
-        f"same inputs: {TOKENS} tokens, the same with the last token changed (which shows whether earlier rows see "
-        f"it), and a batch with {PADDED} tokens of padding on the right and on the left. Image and audio models get "
-        "one input of their own kind."
+        "Each model is built with random weights and run with `eager` attention and with `register()`, which computes "
+        f"what the model's configuration says. Sliding windows and chunks are set to {WINDOW} tokens, so that they are "
+        f"shorter than the text, and soft caps to {SOFT_CAP:.0f}. The inputs are {TOKENS} tokens, the same with the "
+        f"last token changed (which shows whether earlier rows see it), and a batch with {PADDED} tokens of padding on "
+        "the right and on the left. Image and audio models get one input of their own kind. All runs use one process."
     )
     used = [results.get(part, {}).get("transformers") for part in ("causal_versions", "other_versions")]
     machine = f"Machine: {results.machine}, transformers {', '.join(dict.fromkeys(filter(None, used)))}"

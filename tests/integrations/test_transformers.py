@@ -14,7 +14,7 @@ from tests.integrations.models import small_model
 pytest.importorskip("transformers", reason="needs the extra transformers")
 
 from ringspan.integrations.transformers import register
-from ringspan.integrations.transformers_attention import MaskDescription
+from ringspan.integrations.transformers_masks import MaskDescription
 
 KINDS = ("llama", "qwen3", "mistral")
 
@@ -161,6 +161,11 @@ def test_positions_that_change_in_place_are_read_again() -> None:
             dict(attention_mask=(torch.arange(50) < 43)[None].long(), cu_seq_lens_q=torch.tensor([0, 20, 43])),
             "both attention_mask and cu_seq_lens_q",
         ),
+        (dict(cu_seq_lens_k=torch.tensor([0, 20, 50])), "cu_seq_lens_k without an equal"),
+        (
+            dict(cu_seq_lens_q=torch.tensor([0, 20, 50]), cu_seq_lens_k=torch.tensor([0, 21, 50])),
+            "cu_seq_lens_k without an equal",
+        ),
     ],
 )
 def test_arguments_that_cannot_be_expressed_are_refused(arguments: dict[str, Any], reason: str) -> None:
@@ -171,8 +176,9 @@ def test_arguments_that_cannot_be_expressed_are_refused(arguments: dict[str, Any
 def test_registering_and_sharding_refuse_what_does_not_fit() -> None:
     from ringspan.integrations.transformers import shard
 
-    with pytest.raises(TypeError, match="must be a pattern"):
-        register(pattern="full")  # type: ignore[arg-type]
+    for wrong in ("full", 5):
+        with pytest.raises(TypeError, match="must be a pattern"):
+            register(pattern=wrong)  # type: ignore[arg-type]
     tokens, ring = torch.zeros(1, 50, dtype=torch.int64), None
     with pytest.raises(ValueError, match="add up to 49"):
         shard(tokens, ring=ring, lengths=(20, 29))  # type: ignore[arg-type]
@@ -241,3 +247,86 @@ def test_sliced_loss_refuses_models_that_predict_several_tokens_per_row() -> Non
     config = ProphetNetConfig(vocab_size=64, hidden_size=16, encoder_ffn_dim=16, decoder_ffn_dim=16, **layers)
     with pytest.raises(ValueError, match="ngram=2"):
         causal_lm_loss(ProphetNetForCausalLM(config), {}, ring=None)  # type: ignore[arg-type]
+
+
+def test_masks_that_a_pattern_cannot_express_are_refused() -> None:
+    """Whatever a model combines: the parts are known by their code, and an unknown one is named."""
+    from transformers import AttentionMaskInterface, masking_utils
+
+    register(name="configured")
+    model = model_of("mistral", "configured", sliding_window=9)
+    causal = masking_utils.causal_mask_function
+
+    def mask(function: Any, **options: Any) -> Any:
+        sizes = dict(batch_size=1, q_length=20, kv_length=20, config=model.config, device="cpu")
+        return AttentionMaskInterface()["configured"](mask_function=function, **sizes, **options)
+
+    window = masking_utils.sliding_window_causal_mask_function
+    assert mask(window(9), local_size=9).pattern == rs.Window(8)
+    prefix = masking_utils.or_masks(causal, masking_utils.blockwise_overlay(torch.zeros(1, 20)))
+    inside = masking_utils.and_masks(causal, masking_utils.blockwise_overlay(torch.zeros(1, 20)))
+    documents = masking_utils.and_masks(causal, masking_utils.packed_sequence_mask_function(torch.zeros(1, 20)))
+    one_sided = masking_utils.and_masks(
+        masking_utils.bidirectional_mask_function, masking_utils.sliding_window_overlay(9)
+    )
+    for function, options, named in (
+        (prefix, {}, "or_masks"),
+        (inside, {}, "blockwise_overlay"),
+        (documents, {}, "packed_sequence_mask_function"),  # without positions in documents
+        (window(9), {}, "sliding_window_overlay"),  # without its size
+        (window(5), dict(local_size=9), "sliding_window_overlay"),
+        (one_sided, dict(local_size=9, allow_is_bidirectional_skip=True), "sliding_window_overlay"),
+    ):
+        with pytest.raises(ValueError, match=rf"builds its own mask \(.*{named}"):
+            mask(function, **options)
+
+
+def test_what_modules_hold_but_do_not_pass_on_is_refused() -> None:
+    register(name="configured")
+    tokens = torch.randint(128, (1, 50))
+    for name, value in (("sinks", torch.zeros(4)), ("attn_logit_softcapping", 30.0)):
+        model = model_of("llama", "configured")
+        setattr(model.model.layers[1].self_attn, name, value)
+        with pytest.raises(ValueError, match=f"LlamaAttention has {name}"):
+            logits(model, tokens)
+
+
+def test_a_window_of_the_module_that_is_not_that_of_the_mask_is_refused() -> None:
+    register(name="configured")
+    model, tokens = model_of("llama", "configured"), torch.randint(128, (1, 50))
+    with pytest.raises(ValueError, match="sliding_window=9, but its mask is full"):
+        logits(model, tokens, sliding_window=9)
+    logits(model, tokens, sliding_window=50)
+    windowed = model_of("qwen3", "configured", sliding_window=9, use_sliding_window=True, max_window_layers=0)
+    for layer in windowed.model.layers:
+        layer.self_attn.sliding_window = 10
+    with pytest.raises(ValueError, match="sliding_window=10, but its mask is window 8"):
+        logits(windowed, tokens)
+
+
+def test_padding_inside_a_text_is_refused_where_a_window_would_count_it() -> None:
+    register(name="configured")
+    mask = torch.ones(1, 50, dtype=torch.int64)
+    mask[0, 20:23] = 0
+    tokens, padded = torch.randint(128, (1, 50)), dict(attention_mask=mask, position_ids=mask.cumsum(1) - 1)
+    with pytest.raises(ValueError, match="padding inside a text, and window 8"):
+        logits(model_of("mistral", "configured", sliding_window=9), tokens, **padded)
+    found, wanted = (logits(model_of("llama", kind), tokens, **padded) for kind in ("configured", "sdpa"))
+    torch.testing.assert_close(found[mask.bool()], wanted[mask.bool()], rtol=0, atol=1e-10)
+
+
+def test_a_list_of_patterns_must_have_one_for_each_layer() -> None:
+    register(pattern=[rs.Full()] * 3, name="three")
+    with pytest.raises(ValueError, match="layer_idx=0 of 2 layers, and 3 patterns"):
+        logits(model_of("llama", "three"), torch.randint(128, (1, 50)))
+
+
+def test_documents_in_positions_are_refused_under_compile() -> None:
+    """A traced graph cannot tell how many there are; before, they saw one another."""
+    register(name="configured")
+    model = torch.compile(model_of("llama", "configured"), backend="aot_eager")
+    tokens, one = torch.randint(128, (1, 50)), torch.arange(50)[None]
+    wanted = logits(model_of("llama", "sdpa"), tokens)
+    torch.testing.assert_close(logits(model, tokens, position_ids=one), wanted, rtol=0, atol=1e-10)
+    with pytest.raises(ValueError, match=r"under torch\.compile: pass the documents' offsets"):
+        logits(model, tokens, position_ids=torch.cat([torch.arange(20), torch.arange(30)])[None])

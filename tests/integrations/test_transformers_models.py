@@ -1,4 +1,4 @@
-"""Model types of Transformers: ringspan's `Full()` equals eager attention, or refuses and says why.
+"""Model types of Transformers: ringspan equals eager attention, as configured, or refuses and says why.
 
 A sample; `python -m benchmarks transformers_models --long` has all types, and writes docs/transformers_models.md.
 """
@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers", reason="needs pip install 'ri
 
 from benchmarks.small_models import compare  # noqa: E402
 from ringspan.integrations.transformers import register  # noqa: E402
-from ringspan.integrations.transformers_attention import MaskDescription  # noqa: E402
+from ringspan.integrations.transformers_masks import MaskDescription  # noqa: E402
 
 ITSELF = "uses the attention mask itself"
 EQUAL = (
@@ -24,6 +24,20 @@ EQUAL = (
     *("BioGptForCausalLM", "GPT2LMHeadModel", "BertForMaskedLM", "RobertaForMaskedLM", "BartForCausalLM"),
     *("ViTModel", "CLIPModel", "Qwen2VLForConditionalGeneration", "Wav2Vec2Model"),
 )
+# What their layers have, with windows and chunks of 8 tokens.
+LOCAL = {
+    "Gemma2ForCausalLM": "full, soft cap, window 7",
+    "GptOssForCausalLM": "full, sinks, window 7",
+    "Llama4ForCausalLM": "8x1, full",
+    "ModernBertForMaskedLM": "full, window 4 right 4",
+    "ModernBertDecoderForCausalLM": "full, window 7",
+    "EmbeddingGemma2Model": "full, window 8 right 8",
+    "Phi3ForCausalLM": "window 7",
+    "Starcoder2ForCausalLM": "window 7",
+    **dict.fromkeys(("Qwen2ForCausalLM", "Cohere2ForCausalLM", "Olmo3ForCausalLM"), "full, window 7"),
+    **dict.fromkeys(("Exaone4ForCausalLM", "SmolLM3ForCausalLM"), "full, window 7"),
+    "DeepseekV3ForCausalLM": "full",
+}
 REFUSED = {
     "BloomForCausalLM": ITSELF,
     "GPTNeoXJapaneseForCausalLM": ITSELF,
@@ -32,15 +46,19 @@ REFUSED = {
     "LEDForConditionalGeneration": ITSELF,
     "BigBirdPegasusForCausalLM": "bidirectional, but its mask is causal",
     "SplinterModel": "whether it is causal",
-    "Gemma2ForCausalLM": "softcap: an argument",
-    "GptOssForCausalLM": "s_aux: an argument",
     "T5ForConditionalGeneration": "position_bias: an argument",
     "BartForConditionalGeneration": "an encoder-decoder model",
     "WhisperForConditionalGeneration": "an encoder-decoder model",
-    "DeepseekV3ForCausalLM": "k has shape",
+    "DeepseekV4ForCausalLM": "24 queries and 30 keys",
 }
 # Classes whose configuration has another name than they have.
-KINDS = {"Gemma3ForCausalLM": "gemma3_text", "ViTModel": "vit", "CLIPModel": "clip", "GPT2LMHeadModel": "gpt2"}
+KINDS = {
+    "Gemma3ForCausalLM": "gemma3_text",
+    "Llama4ForCausalLM": "llama4_text",
+    "ViTModel": "vit",
+    "CLIPModel": "clip",
+    "GPT2LMHeadModel": "gpt2",
+}
 
 
 def kind_of(model: str) -> str:
@@ -52,6 +70,13 @@ def kind_of(model: str) -> str:
 def test_equals_eager_attention(model: str) -> None:
     found = compare(kind_of(model), model)
     assert found.verdict == "equal", found
+
+
+@pytest.mark.parametrize("model", LOCAL)
+def test_local_attention_equals_eager_attention(model: str) -> None:
+    found = compare(kind_of(model), model)
+    assert found.verdict == "equal", found
+    assert found.reason.endswith(f": {LOCAL[model]}")
 
 
 @pytest.mark.parametrize("model", REFUSED)
@@ -93,6 +118,6 @@ USES: dict[str, Any] = {
 
 @pytest.mark.parametrize("use", USES)
 def test_only_ringspan_can_use_the_mask(use: str) -> None:
-    mask = MaskDescription(causal=True, kv_length=3, padding=None, lengths=None, window=None)
+    mask = MaskDescription(causal=True, kv_length=3, padding=None, lengths=None, pattern=rs.Full())
     with pytest.raises((ValueError, AttributeError), match="uses the attention mask itself"):
         USES[use](mask, torch.zeros(1, 1, 3, 3))

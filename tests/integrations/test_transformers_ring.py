@@ -113,17 +113,33 @@ NOT_SHARDED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-HYBRIDS: dict[str, tuple[dict[str, Any], str]] = {
+LONG = dict(rope_type="longrope", short_factor=[1.0] * 8, long_factor=[2.0] * 8, original_max_position_embeddings=64)
+CHUNKED = dict(num_local_experts=2, intermediate_size_mlp=128, moe_layers=[], layer_types=["full_attention"] * 2)
+# Models that compute something from the rows or positions of a rank alone.
+UNFIT: dict[str, tuple[dict[str, Any], str]] = {
     "lfm2": (dict(layer_types=["conv", "full_attention"]), "layers of kind conv over a ring"),
     "bamba": (
         dict(attn_layer_indices=[1], mamba_n_heads=8, mamba_d_state=16, mamba_d_head=16, mamba_n_groups=1),
         "layers of kind linear_attention over a ring",
     ),
+    "phi3": (
+        dict(rope_parameters=LONG, original_max_position_embeddings=64, pad_token_id=0),
+        "own positions exceed 64",
+    ),
+    "llama4_text": (
+        dict(no_rope_layers=[0, 0], floor_scale=50, **CHUNKED),
+        "attn_temperature_tuning with floor_scale=50",
+    ),
+    "roberta": (dict(is_decoder=True, attention_probs_dropout_prob=0.0), "which begin with"),
+    "stablelm": ({}, "A model that does not pass keyword arguments on to attention"),
+    "biogpt": ({}, "A model that makes a mask itself"),
 }
+# Those that the sliced loss refuses: otherwise each rank would see its own rows only.
+UNREACHED = {"llama": "sdpa", "openai-gpt": "ringspan"}
 
 
-def hybrid_refusal(kind: str, changes: dict[str, Any]) -> str:
-    """What a model says whose other layers look beyond a rank's rows too."""
+def refusal_of(kind: str, changes: dict[str, Any]) -> str:
+    """What a model says that needs more than a rank's rows."""
     ring = rs.Ring()
     register(pattern=PATTERN, ring=ring)
     model, text = small_model(kind, "ringspan", **changes), torch.zeros(1, TOKENS, dtype=torch.int64)
@@ -134,9 +150,21 @@ def hybrid_refusal(kind: str, changes: dict[str, Any]) -> str:
     return "no error"
 
 
+def refusal_of_loss(kind: str, attention: str) -> str:
+    ring = rs.Ring()
+    register(pattern=PATTERN, ring=ring)
+    batch = shard(torch.zeros(1, TOKENS, dtype=torch.int64), torch.zeros(1, TOKENS, dtype=torch.int64), ring=ring)
+    try:
+        causal_lm_loss(small_model(kind, attention), batch, ring=ring)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
 def all_cases() -> tuple[list[float], list[str]]:
     refusals = [refusal(**changes) for changes, _ in NOT_SHARDED.values()]
-    refusals += [hybrid_refusal(kind, changes) for kind, (changes, _) in HYBRIDS.items()]
+    refusals += [refusal_of(kind, changes) for kind, (changes, _) in UNFIT.items()]
+    refusals += [refusal_of_loss(kind, attention) for kind, attention in UNREACHED.items()]
     return [apart(case) for case in CASES], refusals
 
 
@@ -160,7 +188,18 @@ def test_batches_that_are_not_sharded_are_refused(found: list[tuple[list[float],
 
 
 @starts_processes
-@pytest.mark.parametrize("kind", HYBRIDS)
-def test_recurrences_and_convolutions_are_refused(found: list[tuple[list[float], list[str]]], kind: str) -> None:
+@pytest.mark.parametrize("kind", UNFIT)
+def test_models_that_need_more_than_their_rows_are_refused(
+    found: list[tuple[list[float], list[str]]], kind: str
+) -> None:
     for _, refusals in found:
-        assert HYBRIDS[kind][1] in refusals[len(NOT_SHARDED) + list(HYBRIDS).index(kind)]
+        assert UNFIT[kind][1] in refusals[len(NOT_SHARDED) + list(UNFIT).index(kind)]
+
+
+@starts_processes
+def test_models_that_never_call_ringspan_are_refused_by_the_sliced_loss(
+    found: list[tuple[list[float], list[str]]],
+) -> None:
+    for _, refusals in found:
+        for text in refusals[-len(UNREACHED) :]:
+            assert "never called ringspan's attention" in text

@@ -61,20 +61,18 @@ def register(
     Sinks (``s_aux``), soft caps and scales that a model passes to its attention are honoured in any case. Whatever
     else a model passes and ringspan cannot express is an error.
     """
-    patterns = pattern if pattern is None or isinstance(pattern, rs.Pattern) else tuple(pattern)
-    for i, one in enumerate(patterns if isinstance(patterns, tuple) else ()):
-        if not isinstance(one, rs.Pattern):
+    patterns = tuple(pattern) if isinstance(pattern, Sequence) else pattern
+    for one in patterns if isinstance(patterns, tuple) else (patterns,):
+        if not (isinstance(one, rs.Pattern) or pattern is None):
             raise TypeError(
-                f"pattern[{i}]={one!r}: must be a pattern such as Dilated(...), Window(...) "
-                "or Full(), a list with one for each layer, or None for what the model's configuration says"
+                f"pattern={pattern!r}: must be a pattern such as Dilated(...), Window(...) or Full(), a list with one "
+                "for each layer, or None for what the model's configuration says"
             )
     try:
         from transformers import AttentionInterface, AttentionMaskInterface, masking_utils  # noqa: PLC0415
     except ImportError as error:
         raise ImportError(missing_package("register", "Transformers 5", "transformers")) from error
-    combined = masking_utils.and_masks(masking_utils.causal_mask_function).__code__
-    kinds = (masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function, combined)
-    registered = RegisteredAttention(patterns, ring, *kinds)
+    registered = RegisteredAttention(patterns, ring, masking_utils)
     AttentionInterface.register(name, registered.attention)
     AttentionMaskInterface.register(name, registered.mask)
 
@@ -92,7 +90,8 @@ def shard(
 
     Labels are shifted before the split, since the last row of a shard predicts a token of another rank. They are
     returned as ``shift_labels``, with ``num_items_in_batch``, the number of targets on all ranks of ``group`` (by
-    default the ring's), so that the model's own loss is this rank's share of the mean.
+    default the ring's), so that the model's own loss is this rank's share of the mean. A few models compute a loss of
+    their own that ignores both (Whisper, CPM-Ant, XLNet): use `causal_lm_loss` or a loss of yours.
 
     Args:
         lengths, cu_seqlens: packed documents, as for `rs.attention`; the same in every row of the batch. Positions
@@ -157,7 +156,23 @@ def causal_lm_loss(
             f"{type(model).__name__} names no base model to compute hidden states: use model(**batch).loss"
         )
     inputs = {k: x for k, x in batch.items() if k not in ("labels", "shift_labels", "num_items_in_batch")}
+    registered = _registered()
+    for each in registered:
+        each.is_reached = False
     hidden = model.base_model(**inputs).last_hidden_state  # type: ignore[operator]
+    if not any(each.is_reached for each in registered):
+        raise ValueError(
+            f"{type(model).__name__} never called ringspan's attention, so each rank saw only its own rows: call "
+            "register(ring=ring) and create the model with attn_implementation='ringspan'. A model that computes "
+            "attention itself, or has none, cannot run over a ring"
+        )
     return rs.nn.ring_cross_entropy(
         hidden, head.weight, batch["shift_labels"], ring=ring, group=group, gradients=gradients
     )
+
+
+def _registered() -> list[RegisteredAttention]:
+    from transformers import AttentionInterface  # noqa: PLC0415
+
+    functions = [getattr(function, "__self__", None) for function in AttentionInterface().values()]
+    return [each for each in functions if isinstance(each, RegisteredAttention)]

@@ -265,7 +265,7 @@ def no_dropout(name: str, rate: float) -> None:
 _WAYS_OUT = {
     "attn_mask": "the pattern decides what is seen; pass is_causal=True for causality",
     "key_padding_mask": "pack the sequences into one row and pass lengths= or cu_seqlens=",
-    "need_weights": "attention weights are never materialised; leave it out",
+    "need_weights": "attention weights are never materialised; use rs.attention_weights for the rows you want to see",
     "average_attn_weights": "attention weights are never materialised; leave it out",
 }
 
