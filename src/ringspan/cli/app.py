@@ -29,6 +29,7 @@ COMMANDS = {
     "train": "Train a LongNet on any files, in one process or under torchrun.",
     "evaluate": "Score a trained model on held-out text, by context length.",
     "generate": "Continue a prompt with a trained model.",
+    "embed": "Embed slides: tile embeddings in, slide embeddings out.",
     "doctor": "Show what works on this machine, and how to install the rest.",
 }
 INTERRUPTED = 130  # exit status after Ctrl-C, by the convention of shells

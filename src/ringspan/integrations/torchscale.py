@@ -88,6 +88,7 @@ class _Rows:
         return x if self.key is None else drop_path(x, rate, key=self.key.at(*place), samples=self.samples)
 
 
+MLP_ROWS = 4096  # rows that an MLP computes at a time without gradients
 # Where numbers are dropped: the first part of a key's place. The second is the layer.
 _EMBEDDING, _ATTENTION, _ACTIVATION, _MLP, _ATTENTION_PATH, _MLP_PATH = range(6)
 
@@ -308,7 +309,13 @@ class _EncoderMLP(nn.Module):
         self.ffn_layernorm = nn.LayerNorm(config.mlp_width, config.norm_eps) if config.sub_norms else nn.Identity()
 
     def forward(self, x: Tensor, rows: _Rows) -> Tensor:
+        if torch.is_grad_enabled() or rows.key is not None:
+            return self._compute(x, rows)
+        # Without gradients nothing is kept, and hidden rows would be the largest tensors of the encoder.
+        return torch.cat([self._compute(part, rows) for part in x.split(MLP_ROWS, dim=1)], dim=1)
+
+    def _compute(self, x: Tensor, rows: _Rows) -> Tensor:
         hidden = self.fc1(x)
-        wide = hidden.float() if hidden.dtype.itemsize < 4 else hidden
-        hidden = rows.dropout(self.activation(wide).type_as(hidden), self.activation_dropout, _ACTIVATION, self.layer)
+        hidden = self.activation(hidden.float() if hidden.dtype.itemsize < 4 else hidden).type_as(hidden)
+        hidden = rows.dropout(hidden, self.activation_dropout, _ACTIVATION, self.layer)
         return rows.dropout(self.fc2(self.ffn_layernorm(hidden)), self.dropout, _MLP, self.layer)

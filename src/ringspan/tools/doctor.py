@@ -119,6 +119,7 @@ _OPTIONAL_PACKAGES = {
     "deepspeed": ("sharded optimizers with a ring", "pip install --no-build-isolation deepspeed"),
     "safetensors": ("model weights and checkpoints", install_command("train")),
     "prometheus-client": ("training metrics over HTTP", install_command("train")),
+    "h5py": ("tile embeddings in HDF5 files", install_command("slides")),
     "tensorboard": ("training curves", "pip install tensorboard"),
 }
 _BACKENDS = {
