@@ -43,6 +43,7 @@ SUITES = {
     "training": Entry("Training: long sequences, speed-up, context, resuming", 9, 40, "docs/training_results.md"),
     "decoding": Entry("Decoding: time and memory per token with a bounded cache", 3, 7, "docs/decoding.md"),
     "hilbert": Entry("Token orders of grids: locality, traffic, cost", 6, 15, "docs/hilbert.md"),
+    "slides": Entry("Slides: orders of tiles, learning across ranks, a large slide", 7, 18, "docs/slide_orders.md"),
     "faults": Entry("Training runs killed at scripted and random points", 5, 20, "docs/faults.md"),
     "fuzz": Entry("Damaged checkpoints, settings and models", 1, 5, "docs/faults.md"),
     "faulty_rings": Entry("`ringspan verify` on twelve faulty rings", 8, 25, "docs/verify.md"),

@@ -53,6 +53,13 @@ def test_trl() -> None:
     assert "SFTTrainer over 2 ranks differs from one process by" in run_example("trl_sft.py", 2)
 
 
+@pytest.mark.parametrize(("ranks", "flag"), [(2, "--quick"), (2, "--alone"), (1, "--pooled")])
+def test_slide_learning(ranks: int, flag: str) -> None:
+    found = run_example("slide_learning.py", ranks, "--quick", flag)
+    assert ("losses and weights differ from one process by" in found) == (flag == "--quick")
+    assert [line.split()[0] for line in found.splitlines()[-3:]] == ["step", "1", "2"]
+
+
 @pytest.mark.parametrize("stage", ["2", "3"])
 def test_deepspeed(stage: str) -> None:
     pytest.importorskip("deepspeed", reason="needs pip install --no-build-isolation deepspeed")
