@@ -24,7 +24,8 @@ from ringspan.views import Block, CallSize, Operands, blocks, comb_view, fold
 # Bytes that the results of a kernel call may take: small enough to stay in cache. This is the only memory besides
 # inputs, outputs, their accumulators and parcels.
 WORKSPACE_BYTES = 16 * 2**20
-_REVERSED_COPIES = 8  # of a row, at most: the operands and results of a backward call
+# Copies of a row in reverse order, of the operands and results of an anticausal tile.
+_REVERSED_FORWARD, _REVERSED_BACKWARD = 4, 8
 
 
 class ForwardRun(RankRun):
@@ -79,7 +80,7 @@ def forward_tile_(
     q, wide = query_side["q"], query_side["out"].dtype
     # Twice the result: call sizes vary, and the allocator's fragmentation is about one result.
     row_bytes = 2 * q.shape[-1] * (q.element_size() + (0 if q.dtype == wide else wide.itemsize))
-    for x, block in _calls(tile, query_side, key_side, kernel, row_bytes):
+    for x, block in _calls(tile, query_side, key_side, kernel, row_bytes, _REVERSED_FORWARD):
         part, part_lse = kernel.forward(x["q"], x["k"], x["v"], block.mask, scores)
         with counters.holding(part, part_lse):
             combine_ = put_ if tile.fresh and block.first else merge_
@@ -139,7 +140,8 @@ class BackwardRun(RankRun):
                 key_side |= self._own_grads
             elif self._own_grads:
                 key_side |= zip(("dk", "dv"), parcel_rows(self._shares[tile.parcel], self.k.shape[2]), strict=True)
-            for x, block in _calls(tile, self._query_side, key_side, self._kernel, self._row_bytes):
+            sides = (self._query_side, key_side)
+            for x, block in _calls(tile, *sides, self._kernel, self._row_bytes, _REVERSED_BACKWARD):
                 self._add_gradients(x, block.mask)
 
     def _add_gradients(self, x: Operands, mask: Mask) -> None:
@@ -182,15 +184,15 @@ def run_backward(
 
 
 def _calls(
-    tile: Tile, query_side: Operands, key_side: Operands, kernel: Kernel, row_bytes: int
+    tile: Tile, query_side: Operands, key_side: Operands, kernel: Kernel, row_bytes: int, reversed_copies: int
 ) -> Iterator[tuple[Operands, Block]]:
     """The kernel calls of a tile: operands (x, y, rows[, dim]) by name, and the block of the tile they cover."""
     group = query_side["q"].shape[2] // key_side["k"].shape[2]
     views = {name: comb_view(x, tile.queries, group) for name, x in query_side.items()}
     for name, x in key_side.items():
         views[name] = comb_view(x, tile.keys).expand(-1, -1, -1, group, -1, *x.shape[3:])
-    if tile.mask == "anticausal":  # computed on reversed copies
-        row_bytes += _REVERSED_COPIES * query_side["q"].shape[-1] * query_side["q"].element_size()
+    if tile.mask == "anticausal":
+        row_bytes += reversed_copies * query_side["q"].shape[-1] * query_side["q"].element_size()
     size = CallSize.that_fits(
         WORKSPACE_BYTES,
         longest=max(tile.queries.rows, tile.keys.rows),
