@@ -301,9 +301,9 @@ def window_table(rows: list[dict[str, Any]]) -> Table:
     text = (
         f"`rs.Window({rows[0]['window'] - 1})`, causal, {rows[0]['n']:,} tokens, compared with the flash kernel on "
         "contiguous tiles of the same shapes (a triangle and a reversed triangle for each block of the window), and on "
-        f"dense squares with as many pairs. Shares are medians of the ratios of {len(rows[0]['ours'])} rounds; required "
-        f"of the same tiles: {REQUIRED_WINDOW_SHARE}. The CPU kernel skips the masked half "
-        "of a triangle in steps of 256 rows and 512 keys, so a triangle of 1,024 rows costs 1.5 times its "
+        f"dense squares with as many pairs. Shares are medians of the ratios of {len(rows[0]['ours'])} rounds; "
+        f"required of the same tiles: {REQUIRED_WINDOW_SHARE}. The CPU kernel skips the masked half of a triangle "
+        "in steps of 256 rows and 512 keys, so a triangle of 1,024 rows costs 1.5 times its "
         "pairs: no plan of this kernel can reach the speed of dense squares. Smaller triangles waste fewer pairs, but "
         "their kernel calls are slower by as much."
     )
