@@ -35,7 +35,7 @@ for step in range(1000):
 """
 
 
-@pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("fault", ["SIGKILL", pytest.param("SIGSTOP", marks=pytest.mark.slow)])
 def test_the_others_report_it(fault: str, tmp_path: Path) -> None:
     ranks = [
         subprocess.Popen(

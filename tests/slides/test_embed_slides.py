@@ -377,6 +377,7 @@ def _growth(tiles: int, arguments: dict[str, Any], dtype: torch.dtype) -> tuple[
     return estimate_bytes(encoder, tiles), grown
 
 
+@pytest.mark.slow
 @starts_processes
 @pytest.mark.parametrize(
     ("in_chans", "dtype", "tiles"),
