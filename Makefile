@@ -19,11 +19,11 @@ run: $(READY)  ## verify rings of 1, 2 and 4 local processes, and write a report
 test: lint  ## lint, types and the fast tests (about 7 minutes on two cores)
 	@$(PYTEST) -m "not slow" --ignore tests/integrations
 
-test-rest: $(INTEGRATIONS)  ## what test leaves out: slow tests, random tests with all examples, integrations (about 10 minutes)
+test-rest: $(INTEGRATIONS)  ## what test leaves out: slow tests, random tests with all examples, integrations (about 7 minutes)
 	@$(PYTEST) -m "slow or hypothesis" --hypothesis-profile full --ignore tests/integrations
 	@$(BIN)/python -m pytest -q tests/integrations
 
-test-all: test test-rest  ## test, then test-rest (about 17 minutes on two cores)
+test-all: test test-rest  ## test, then test-rest (about 14 minutes on two cores)
 
 docs: $(INTEGRATIONS)  ## build the documentation site into docs/_build (no network needed)
 	@$(BIN)/sphinx-build -q -W docs docs/_build
