@@ -21,7 +21,7 @@ _CHUNK = 1024  # tiles that are created at a time
 
 
 def large_slide(run: Measuring) -> list[dict[str, Any]]:
-    """Each ring in fresh processes, one thread per rank. With four ranks on two cores, time means little."""
+    """Each ring in fresh processes, one thread per rank. Four ranks share two cores."""
     tiles, depth = run.sized((600, 2), (45_680, 12), (45_680, 12))
     rows = []
     for size in RING_SIZES:
@@ -98,6 +98,6 @@ def large_slide_table(rows: list[dict[str, Any]]) -> Table:
         f"{rows[0]['layers']} layers, fp32, one thread per rank, in fresh processes, one run each. The peak is "
         f"that of the forward pass beyond the weights ({mebibytes(rows[0]['weight_bytes'])} on every rank) and the "
         f"rank's own tiles. Entries of the embedding are about {one.abs().mean().item():.1f} in size. Four ranks share "
-        "two cores here, so their time shows no speed-up."
+        "two cores here, so they are no faster than two."
     )
     return Table("A slide of 45,680 tiles", cells, text)
