@@ -16,14 +16,14 @@ help:  ## list the targets
 run: $(READY)  ## verify rings of 1, 2 and 4 local processes, and write a report (about 70 seconds)
 	@$(BIN)/ringspan verify
 
-test: lint  ## lint, types and the fast tests (about 7 minutes on two cores)
+test: lint  ## lint, types and the fast tests (under 5 minutes on two cores)
 	@$(PYTEST) -m "not slow" --ignore tests/integrations
 
 test-rest: $(INTEGRATIONS)  ## what test leaves out: slow tests, random tests with all examples, integrations (about 7 minutes)
 	@$(PYTEST) -m "slow or hypothesis" --hypothesis-profile full --ignore tests/integrations
 	@$(BIN)/python -m pytest -q tests/integrations
 
-test-all: test test-rest  ## test, then test-rest (about 14 minutes on two cores)
+test-all: test test-rest  ## test, then test-rest (about 12 minutes on two cores)
 
 docs: $(INTEGRATIONS)  ## build the documentation site into docs/_build (no network needed)
 	@$(BIN)/sphinx-build -q -W docs docs/_build

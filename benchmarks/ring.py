@@ -38,7 +38,7 @@ from ringspan.runtime.device import Cpu
 from ringspan.runtime.launch import run_local_ranks
 from ringspan.tools import peers
 from ringspan.tools.bench.trials import RankStopwatch, TurnTimer
-from ringspan.tools.measure import loopback_bytes_sent
+from ringspan.tools.measure import tcp_bytes_sent
 
 PATTERN = rs.Dilated((2048, 8192, 32768), (1, 4, 16))
 WINDOW = rs.Window(1023)
@@ -167,7 +167,7 @@ def sent_bytes(run: Measuring) -> dict[str, Any]:
 
 
 def measure_bytes(n: int) -> list[dict[str, Any]]:
-    """For each pattern and layout: bytes sent by all ranks as planned, as counted, and by the loopback interface."""
+    """For each pattern and layout: bytes sent by all ranks as planned, as counted, and by their TCP sockets."""
     rows = []
     for name, pattern in (("dilated", PATTERN), ("window", WINDOW)):
         for layout, causal in product(get_args(LayoutName), (False, True)):
@@ -181,17 +181,17 @@ def measure_bytes(n: int) -> list[dict[str, Any]]:
             for direction in ("forward", "backward"):
                 ring.reset_counters()
                 dist.barrier()
-                before = loopback_bytes_sent()
+                before = tcp_bytes_sent()
                 if direction == "forward":
                     out = rs.attention(*tensors, pattern=pattern, causal=causal, ring=ring, seq_len=n)
                 else:
                     torch.autograd.grad(out, tensors, torch.ones_like(out))
                 dist.barrier()
-                wire = loopback_bytes_sent() - before
-                counted = torch.tensor(ring.counters.bytes_sent)
-                dist.all_reduce(counted)
+                sent = torch.tensor([ring.counters.bytes_sent, tcp_bytes_sent() - before])
+                dist.all_reduce(sent)
+                counted, wire = sent.tolist()
                 planned = sum(plan.bytes_sent(rank, backward=direction == "backward") for rank in range(ring.size))
-                row[direction] = dict(planned=planned, counted=int(counted), wire=wire)
+                row[direction] = dict(planned=planned, counted=counted, wire=wire)
             rows.append(row)
     return rows
 
@@ -316,7 +316,7 @@ def memory_table(rows: list[dict[str, Any]], dilated: tuple[float, float, float]
 
 
 def bytes_table(found: dict[str, Any]) -> Table:
-    cells: Rows = [["case", "pass", "planned", "counted by the ranks", "loopback interface", "of a plain ring"]]
+    cells: Rows = [["case", "pass", "planned", "counted by the ranks", "TCP sockets", "of a plain ring"]]
     for row in found["rows"]:
         for direction, times in (("forward", 1), ("backward", 2)):
             sizes = row[direction]
@@ -332,8 +332,8 @@ def bytes_table(found: dict[str, Any]) -> Table:
         f"Dilated: segments (2048, 8192, 32768), rates (1, 4, 16). Window: `rs.Window({WINDOW.left})`. "
         f"n = {found['n']}, {found['ranks']} ranks, {HEADS} heads of {HEAD_DIM}, fp32: bytes sent by all ranks "
         f"together. The halo of the window is {WINDOW.left:,} rows of K and V at each of {found['ranks'] - 1} borders "
-        f"of contiguous shards: {halo:,} bytes. The loopback interface also counts frame headers, acknowledgements and "
-        "two barriers."
+        f"of contiguous shards: {halo:,} bytes. The TCP sockets also count the headers of "
+        "messages and two barriers."
     )
     return Table("Bytes sent", cells, text)
 

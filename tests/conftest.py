@@ -20,7 +20,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 STARTS_RANKS = re.compile(r"\brun_local_ranks\(|torch\.distributed\.run\b")
-MARKED = re.compile(r"\b(starts_processes|on_ranks)\b")
+MARKED = re.compile(r"\b(starts_processes|shares_processes|on_ranks)\b")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

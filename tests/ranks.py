@@ -21,8 +21,13 @@ import torch.distributed as dist
 
 from ringspan.runtime.launch import run_local_ranks
 
-# Tests that start processes: with pytest-xdist, one worker runs them all, one after the other.
+# Tests that interrupt, kill or time processes: with pytest-xdist, one worker runs them all, one after the other.
 starts_processes = pytest.mark.xdist_group("processes")
+
+
+def shares_processes(name: str) -> pytest.MarkDecorator:
+    """Tests that share the results of processes: one worker runs all of this name, beside any others."""
+    return pytest.mark.xdist_group(name)
 
 
 def on_ranks(*sizes: int) -> Callable[[Callable[[], None]], Callable[..., None]]:
@@ -33,8 +38,9 @@ def on_ranks(*sizes: int) -> Callable[[Callable[[], None]], Callable[..., None]]
         if not name.startswith("test_"):
             raise ValueError(f"{name}: a rank test is a pytest test, and its name starts with test_")
 
-        @starts_processes
-        @pytest.mark.parametrize("ring_size", sizes)
+        launches = [pytest.param(k, marks=shares_processes(f"{function.__module__} on {k}")) for k in sizes]
+
+        @pytest.mark.parametrize("ring_size", launches)
         def test(ring_size: int, request: pytest.FixtureRequest) -> None:
             selected = tuple(
                 item.originalname

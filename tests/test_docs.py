@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 
 from ringspan.cli.app import COMMANDS, load_command
-from tests.ranks import starts_processes
+from tests.ranks import shares_processes
 
 ROOT = Path(__file__).parent.parent
 CURRENT = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = [*CURRENT, ROOT / "CHANGELOG.md"]
+FAST = ("README.md", "moving.md")  # `make test` starts the ring of these pages, `make test-all` those of all
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -25,9 +26,14 @@ def test_examples_run(page: Path) -> None:
     run_blocks(page, "python")
 
 
-@starts_processes
+@shares_processes(__name__)
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if "```python ring\n" in page.read_text()], ids=lambda p: p.name
+    "page",
+    [
+        pytest.param(page, marks=[] if page.name in FAST else pytest.mark.slow, id=page.name)
+        for page in PAGES
+        if "```python ring\n" in page.read_text()
+    ],
 )
 def test_examples_run_under_torchrun(page: Path, tmp_path: Path) -> None:
     run_blocks_under_torchrun(page, "python ring", tmp_path)

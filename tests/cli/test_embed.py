@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from ringspan.cli.app import app
-from tests.ranks import starts_processes
+from tests.ranks import shares_processes
 from tests.slides.test_embed_slides import (
     COUNTS,
     assert_equal_up_to_rounding,
@@ -123,7 +123,7 @@ def test_an_interrupt_says_how_to_continue(place: Path) -> None:
         assert "Finished slides are kept in" in run(place, status=130)
 
 
-@starts_processes
+@shares_processes(__name__)
 def test_torchrun_splits_every_slide(place: Path) -> None:
     (place / "in/broken.h5").write_text("")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "ringspan"]

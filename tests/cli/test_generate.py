@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 from ringspan.cli.app import app
 from ringspan.models import LongNet, LongNetConfig
 from ringspan.train.config import TrainSettings
-from tests.ranks import starts_processes
+from tests.ranks import shares_processes
 
-pytestmark = starts_processes
+pytestmark = shares_processes(__name__)
 
 CONFIG = LongNetConfig.named("nano", patterns=("16x1,64x4", "16x1,64x4 shift 8"))
 

@@ -6,9 +6,9 @@ import pytest
 from typer.testing import CliRunner
 
 from ringspan.cli.app import app
-from tests.ranks import starts_processes
+from tests.ranks import shares_processes
 
-pytestmark = starts_processes
+pytestmark = shares_processes(__name__)
 
 SMALL = ["--tokens", "64k", "--heads", "2", "--head-dim", "16", "--threads", "1"]
 

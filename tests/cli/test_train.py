@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 
 from ringspan.cli.app import app
 from ringspan.train.metrics import read_metrics
-from tests.ranks import starts_processes
+from tests.ranks import shares_processes
 
-pytestmark = starts_processes
+pytestmark = shares_processes(__name__)
 
 SMALL = ("--model", "nano", "--pattern", "32x1,256x4", "--tokens", "512", "--steps", "3")
 
@@ -57,6 +57,7 @@ def test_train_on_two_ranks_resume_and_evaluate(tmp_path: Path) -> None:
     assert evaluate(run, "--contexts", "512,1k", "--step", "3", "--no-branches")["scores"] != found["scores"]
 
 
+@pytest.mark.slow
 def test_train_windows_sinks_and_a_soft_cap_on_two_ranks(tmp_path: Path) -> None:
     run, flags = tmp_path / "run", ("--tokens", "512", "--steps", "3", "--layers", "3", "--dtype", "float64")
     model = ("--pattern", "window 31 + 256x4", "--pattern", "window 1k", "--sinks", "--softcap", "20")

@@ -13,10 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.ranks import starts_processes
+from tests.ranks import shares_processes
 
-pytestmark = [starts_processes, pytest.mark.timeout(900)]
-SMALL = ["--pattern", "128x1,1024x8", "--tokens", "4k"]
+pytestmark = [shares_processes(__name__), pytest.mark.timeout(900)]
+SMALL = ["--pattern", "128x1,512x8", "--tokens", "2k"]
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -35,10 +35,10 @@ def test_stdout_is_json_only(tmp_path: Path) -> None:
     assert "<h1>" in (tmp_path / "verify.html").read_text()
     assert done.returncode == found["status"] == (1 if "FAIL" in checks.values() else 0)
     # The report names what was run: the pattern itself at its length, and its own rates in shorter segments.
-    assert "up to 4,100 tokens" in found["sentence"]
+    assert "up to 2,052 tokens" in found["sentence"]
     text = (tmp_path / "verify.md").read_text()
-    assert "128x1,1024x8 runs unchanged at 4,100 tokens" in text
-    assert "| 128x1,1024x8, 4,096 tokens, 4 heads x 64, float32 |" in text
+    assert "128x1,512x8 runs unchanged at 2,052 tokens" in text
+    assert "| 128x1,512x8, 2,048 tokens, 4 heads x 64, float32 |" in text
     assert "x4" not in text
 
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from ringspan.runtime.collectives import all_gather_floats, all_gather_json, run_on_all_ranks
 from ringspan.runtime.launch import run_local_ranks
 from ringspan.runtime.settings import RunError
-from tests.ranks import starts_processes
+from tests.ranks import shares_processes
 
-pytestmark = starts_processes
+pytestmark = shares_processes(__name__)
 
 
 def gather_values() -> dict[str, Any]:

@@ -28,7 +28,7 @@ from ringspan.integrations.slide_files import SlideFile, find_slides
 from ringspan.runtime.device import Cpu
 from ringspan.runtime.launch import run_local_ranks
 from ringspan.runtime.settings import RunError
-from tests.ranks import starts_processes
+from tests.ranks import shares_processes
 
 WIDTH, TILE = 24, 512
 
@@ -188,7 +188,7 @@ def _embed_on_ring(folder: str, output: str, layout: str) -> tuple[EmbeddedSlide
         return embed_slides(make_encoder(), folder, output, ring=ring), read
 
 
-@starts_processes
+@shares_processes(__name__)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_rings_equal_one_process_and_ranks_read_their_own_rows(ranks: int, tmp_path: Path) -> None:
     slides = write_folder(tmp_path / "in")
@@ -221,7 +221,7 @@ def _refused_on_ring(folder: str, output: str) -> list[str]:
     return [*said, str(missing.value)]
 
 
-@starts_processes
+@shares_processes(__name__)
 def test_ranks_that_differ_are_refused_on_all(tmp_path: Path) -> None:
     write_folder(tmp_path / "in")
     for layout, weights, folder in run_local_ranks(2, _refused_on_ring, str(tmp_path / "in"), str(tmp_path / "out")):
@@ -378,7 +378,7 @@ def _growth(tiles: int, arguments: dict[str, Any], dtype: torch.dtype) -> tuple[
 
 
 @pytest.mark.slow
-@starts_processes
+@shares_processes(__name__)
 @pytest.mark.parametrize(
     ("in_chans", "dtype", "tiles"),
     [

@@ -19,9 +19,9 @@ from ringspan.tools.rehearse import (
     rehearse_rank,
     rehearse_ring,
 )
-from tests.ranks import starts_processes
+from tests.ranks import shares_processes
 
-pytestmark = starts_processes
+pytestmark = shares_processes(__name__)
 
 # Tensors of 32 MiB or more on every rank: glibc keeps smaller buffers when they are freed, which would dominate.
 N, HEADS, DIM = 2**17, 4, 128

@@ -13,10 +13,10 @@ from ringspan.runtime.launch import run_local_ranks
 from ringspan.train.checkpoint import Checkpoints
 from ringspan.train.config import TrainSettings
 from ringspan.train.trainer import Trainer
-from tests.ranks import starts_processes
+from tests.ranks import shares_processes
 from tests.train.tasks import settings_for
 
-pytestmark = starts_processes
+pytestmark = shares_processes(__name__)
 
 
 def steps_with_checkpoints(settings: TrainSettings) -> list[int]:

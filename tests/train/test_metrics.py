@@ -15,10 +15,10 @@ from ringspan.train.config import TrainSettings
 from ringspan.train.metrics import METRICS, RunMetrics, StepMetrics, hidden_share, read_metrics
 from ringspan.train.trainer import Trainer
 from ringspan.train.watchdog import Straggler
-from tests.ranks import starts_processes
+from tests.ranks import shares_processes
 from tests.train.tasks import settings_for
 
-pytestmark = starts_processes
+pytestmark = shares_processes(__name__)
 
 
 def step(number: int, loss: float = 2.0) -> StepMetrics:

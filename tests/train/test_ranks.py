@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import ring_sizes, run_jobs, starts_processes
+from tests.ranks import ring_sizes, run_jobs, shares_processes
 from tests.train import tasks
 
-pytestmark = starts_processes
+pytestmark = shares_processes(__name__)
 
 Found = dict[int, list[dict[str, Any]]]
 

@@ -54,12 +54,13 @@ def run_local_ranks(
 def _start_context() -> Any:
     """Ranks are forked from a server with all modules imported, since importing torch takes seconds.
 
+    That includes torch._dynamo, which the first call of a custom operator imports.
     On Windows, which has no such server, ranks are spawned.
     """
     if "forkserver" not in mp.get_all_start_methods():
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "torch.distributed.device_mesh", "ringspan.api", "ringspan.streaming"])
+    context.set_forkserver_preload([__name__, "torch._dynamo", "ringspan.api", "ringspan.streaming"])
     return context
 
 

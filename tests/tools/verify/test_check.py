@@ -11,9 +11,9 @@ from ringspan.oracle import dense_attention
 from ringspan.tools.verify import check as module
 from ringspan.tools.verify.check import expect, own_rows, positions, sampled_rows
 from ringspan.tools.verify.workload import VerifyCase
-from tests.ranks import starts_processes
+from tests.ranks import shares_processes
 
-pytestmark = starts_processes
+pytestmark = shares_processes(__name__)
 
 
 @pytest.mark.parametrize("layout_name", ["contiguous", "zigzag"])

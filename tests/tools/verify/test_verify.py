@@ -14,7 +14,7 @@ from ringspan.tools.verify.run import MEASUREMENTS, LocalRanks, failed_ring, jud
 from ringspan.tools.verify.speed import SpeedMeasurement
 from ringspan.tools.verify.verify_page import FAIL, INCOMPLETE, PASS, headline, make_page, status
 from ringspan.tools.verify.workload import AttentionUnderTest, VerifySettings, default_tokens, settings_for, shortened
-from tests.ranks import starts_processes
+from tests.ranks import shares_processes
 from tests.tools.verify.faulty import TWELVE
 
 # Memory is measured for these, on rings of 4 and 8.
@@ -46,7 +46,7 @@ FAILED_CHECK = {
     "wrong_every_tenth_call": "the output is exact",
     "swaps_heads": "the output is exact",
 }
-pytestmark = [starts_processes, pytest.mark.timeout(900)]  # the first test of a group starts its rings
+pytestmark = [shares_processes(__name__), pytest.mark.timeout(900)]  # the first test of a group starts its rings
 TIMED = {"more ranks are faster", "communication overlaps compute"}  # sequences are too short here to mean anything
 PATTERN = Dilated((32, 256, 2048), (1, 4, 16))
 
@@ -62,8 +62,10 @@ def measure_all(
     return [measure_rank(group, device, implementation, settings, names, oracle) for implementation in implementations]  # type: ignore[arg-type]
 
 
-def settings_of(implementation: AttentionUnderTest, sizes: list[int], tokens: int, dtype: str) -> VerifySettings:
-    return dataclasses.replace(settings_for(implementation, sizes, tokens, dtype), trials=1)
+def settings_of(
+    implementation: AttentionUnderTest, sizes: list[int], tokens: int, dtype: str, trials: int = 1
+) -> VerifySettings:
+    return dataclasses.replace(settings_for(implementation, sizes, tokens, dtype), trials=trials)
 
 
 @lru_cache
@@ -83,7 +85,7 @@ def measured_by_ring(
 def measurements_of(name: str) -> tuple[AttentionUnderTest, ByRing, VerifySettings]:
     names = LARGE if name in LARGE else SMALL
     implementations = tuple(AttentionUnderTest.load(f"tests.tools.verify.faulty:{each}") for each in names)
-    settings = settings_of(implementations[0], [1, 2], 4224, "float32")
+    settings = settings_of(implementations[0], [1, 2], 4224, "float32", trials=int(name in LARGE))
     return (
         implementations[names.index(name)],
         measured_by_ring(implementations, settings, name in LARGE)[names.index(name)],
@@ -173,7 +175,7 @@ def windowed_checks(name: str) -> dict[str, Check]:
     """Functions that declare a window: one is correct, the others are wrong in one way each."""
     names = ("windowed", "ignores_the_window", "ignores_the_halo", "window_one_too_long")
     implementations = tuple(AttentionUnderTest.load(f"tests.tools.verify.faulty:{each}") for each in names)
-    settings = settings_of(implementations[0], [1, 2], 4224, "float32")
+    settings = settings_of(implementations[0], [1, 2], 4224, "float32", trials=0)
     measured = measured_by_ring(implementations, settings, memory=False)[names.index(name)]
     return {check.name: check for check in judge_all(measured, settings)}
 

@@ -1,45 +1,39 @@
-"""Traffic: the bytes that ranks send, by the plan, by ringspan's counters, and by the network interface."""
+"""Traffic: the bytes that ranks send, by the plan, by ringspan's counters, and by the TCP sockets of the ranks."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
 
-import torch
-import torch.distributed as dist
-
 from ringspan.planning import RingPlan
 from ringspan.planning.api import plan
-from ringspan.tools.measure import loopback_bytes_sent, why_loopback_is_blind
+from ringspan.tools.measure import tcp_bytes_sent, why_tcp_is_blind
 from ringspan.tools.verify.check import ByRing, Check, Harness, judge_if_measured, values_of
 from ringspan.tools.verify.workload import VerifySettings
 
-FRAMING = 0.02  # headers and acknowledgements, as a share of the payload
-FRAMING_BYTES = 2**16  # per rank, for the barriers around the measurement
-_MAX_TRIALS = 8  # other programs may use the interface too, so the smallest reading counts
+FRAMING = 0.001  # headers of messages, as a share of the payload
+FRAMING_BYTES = 2**14  # per rank, for the barriers around the measurement
 
 
 @dataclass(frozen=True)
 class TrafficMeasurement:
-    """Bytes that this rank sent, by the plan and by its counters, and bytes of all ranks on the interface."""
+    """Bytes that this rank sent: by the plan, by its counters, and by the kernel's counters of its TCP sockets."""
 
     causal: bool
-    planned: int | None  # of this rank; None for other implementations, which have no plan
+    planned: int | None  # None for other implementations, which have no plan
     counted: int | None
     needed: int  # bytes of K and V rows that all ranks together must receive; a lower bound if not causal
-    interface: int | None
-    why_blind: str  # why the interface does not see the traffic
+    tcp: int | None
+    why_blind: str  # why the TCP sockets do not see the traffic
 
 
 def measure_traffic(harness: Harness) -> list[TrafficMeasurement]:
     case, ring = harness.settings.counted, harness.bound.ring
     rows = harness.own_rows(case)
-    why_blind = why_loopback_is_blind(harness.group)
+    why_blind = why_tcp_is_blind(harness.group)
     measured = []
     for causal in (False, True):
         expected = harness.expect(case, causal, backward=False)
-        planned = counted = None
-        limit, readings = float("inf"), list[int]()
         ring_plan = plan(
             case.pattern,
             case.tokens,
@@ -52,19 +46,18 @@ def measure_traffic(harness: Harness) -> list[TrafficMeasurement]:
             head_dim=case.head_dim,
             dtype=rows[0].dtype,
         )
-        if harness.bound.implementation.is_ringspan:
-            planned = ring_plan.bytes_sent(ring.rank)
-            limit = _max_bytes(sum(ring_plan.bytes_sent(rank) for rank in range(ring.size)), ring.size)
-        while not readings or (not why_blind and min(readings) > limit and len(readings) < _MAX_TRIALS):
-            ring.reset_counters()
-            before = 0 if why_blind else _read_interface(harness)
-            found = harness.call(rows, case, causal, backward=False)
-            counted = None if planned is None else ring.counters.bytes_sent
-            readings.append(0 if why_blind else _read_interface(harness) - before)
-            harness.compare(expected, found)
-        needed = 0 if causal or planned is not None else _needed_bytes(ring_plan)
-        seen = None if why_blind else min(readings)
-        measured.append(TrafficMeasurement(causal, planned, counted, needed, seen, why_blind))
+        ring.reset_counters()
+        harness.barrier()
+        before = 0 if why_blind else tcp_bytes_sent()
+        found = harness.call(rows, case, causal, backward=False)
+        harness.barrier()  # all ranks have received what this one sent
+        tcp = None if why_blind else tcp_bytes_sent() - before
+        harness.compare(expected, found)
+        is_ringspan = harness.bound.implementation.is_ringspan
+        planned = ring_plan.bytes_sent(ring.rank) if is_ringspan else None
+        counted = ring.counters.bytes_sent if is_ringspan else None
+        needed = 0 if causal or is_ringspan else _needed_bytes(ring_plan)
+        measured.append(TrafficMeasurement(causal, planned, counted, needed, tcp, why_blind))
     return measured
 
 
@@ -82,19 +75,6 @@ def _needed_bytes(ring_plan: RingPlan) -> int:
     return rows * ring_plan.sizes.parcel_row_bytes
 
 
-def _read_interface(harness: Harness) -> int:
-    """What the first rank reads while no rank sends; broadcast, so that all ranks make the same decision next."""
-    harness.barrier()
-    reading = torch.tensor([loopback_bytes_sent()])
-    dist.broadcast(reading, dist.get_global_rank(harness.group, 0), group=harness.group)
-    harness.barrier()
-    return int(reading)
-
-
-def _max_bytes(planned: int, size: int) -> float:
-    return planned * (1 + FRAMING) + FRAMING_BYTES * size
-
-
 def judge_traffic(measured: ByRing, settings: VerifySettings) -> Check:
     name, case = "bytes sent are as expected", str(settings.counted)
 
@@ -109,11 +89,11 @@ def judge_traffic(measured: ByRing, settings: VerifySettings) -> Check:
         first, results = largest[0], []
         if first.planned is not None:
             results.append(f"{sum(each.planned for each in largest):,} planned and sent")
-        if first.interface is not None:
-            results.append(f"{first.interface:,} on the interface")
+        if first.tcp is not None:
+            results.append(f"{sum(each.tcp for each in largest):,} over TCP")
         result = f"ring of {max(by_ring)}: " + (", ".join(results) or "not counted")
         if first.planned is not None:
-            reason = f"equal to the plan, byte for byte; {first.why_blind or 'the interface agrees'}"
+            reason = f"equal to the plan, byte for byte; {first.why_blind or 'the TCP sockets of each rank agree'}"
             return Check(name, "pass", result, reason, case)
         if first.why_blind:
             return Check(name, "not measured", result, first.why_blind, case)
@@ -127,15 +107,13 @@ def _problem(size: int, ranks: list[TrafficMeasurement]) -> tuple[str, str] | No
         if each.planned != each.counted:
             result = f"planned {each.planned:,}, sent {each.counted:,}"
             return result, f"rank {rank} of {size} did not send the planned number of bytes"
-    seen, needed = ranks[0].interface, ranks[0].needed
-    if seen is None:
-        return None
-    if seen < needed:
-        result = f"{seen:,} on the interface, {needed:,} needed"
+        if each.planned is not None and each.tcp is not None:
+            limit = each.planned * (1 + FRAMING) + FRAMING_BYTES
+            if not each.planned <= each.tcp <= limit:
+                result = f"planned {each.planned:,}, {each.tcp:,} over TCP"
+                return result, f"the TCP sockets of rank {rank} of {size} did not send the planned number of bytes"
+    seen, needed = sum(each.tcp or 0 for each in ranks), ranks[0].needed
+    if ranks[0].tcp is not None and seen < needed:
+        result = f"{seen:,} over TCP, {needed:,} needed"
         return result, f"the ring of {size} sent less than its ranks need from each other"
-    if ranks[0].planned is not None:
-        planned = sum(each.planned or 0 for each in ranks)
-        if not planned <= seen <= _max_bytes(planned, size):
-            result = f"planned {planned:,}, {seen:,} on the interface"
-            return result, f"on the ring of {size} the interface did not see the planned number of bytes"
     return None
