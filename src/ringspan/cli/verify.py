@@ -6,9 +6,10 @@ import dataclasses
 import json
 import shlex
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, NoReturn, cast
 
 import typer
+from rich.console import Console
 
 from ringspan.cli.options import (
     PATTERN_TERMS_HELP,
@@ -21,11 +22,20 @@ from ringspan.cli.options import (
     read_pattern,
 )
 from ringspan.layout import LayoutName, check_layout_name
-from ringspan.tools.pages import print_page, split_at_markers, write_into, write_page
+from ringspan.tools.pages import Page, print_page, split_at_markers, write_into, write_page
 from ringspan.tools.verify.check import ByRing
 from ringspan.tools.verify.run import MEASUREMENTS, failed_ring, find_ranks, judge_all, measure_rank
 from ringspan.tools.verify.verify_page import FAIL, PASS, as_json_document, make_page, readme_lines, status
-from ringspan.tools.verify.workload import AttentionUnderTest, VerifySettings, default_tokens, settings_for
+from ringspan.tools.verify.workload import (
+    AttentionUnderTest,
+    VerifySettings,
+    default_tokens,
+    import_function,
+    settings_for,
+)
+from ringspan.tools.verify_training.judge import judge_training
+from ringspan.tools.verify_training.rings import TrainingReport, measure_rings, settings_for_training
+from ringspan.tools.verify_training.training_page import as_training_json, make_training_page
 
 _MARKER = "ringspan verify"
 _PATTERN = "2048x1,16384x8,65536x32"
@@ -40,6 +50,12 @@ def verify(
         str,
         typer.Option(metavar="MODULE:FUNCTION", help="Verify another implementation.", show_default="ringspan"),
     ] = "",
+    training: Annotated[
+        str,
+        typer.Option(
+            metavar="MODULE:NAME", help="Verify whole training steps of an adapter: see docs/verify_training.md."
+        ),
+    ] = "",
     layout: Annotated[str, typer.Option(help="zigzag or contiguous; for ringspan only.")] = "zigzag",
     tokens: Annotated[
         str,
@@ -49,7 +65,11 @@ def verify(
         ),
     ] = "",
     dtype: Annotated[
-        str, typer.Option(help="Dtype of the exactness checks.", show_default="float64, or float32 with --attention")
+        str,
+        typer.Option(
+            help="Dtype of the exactness checks; with --training, of the step whose rounding is compared.",
+            show_default="float64, or float32 with --attention or --training",
+        ),
     ] = "",
     out: Annotated[Path, typer.Option(help="Folder for the report: JSON, Markdown, HTML.")] = Path("ringspan-report"),
     into: Annotated[
@@ -74,9 +94,16 @@ def verify(
 
     `ringspan verify --attention ringspan.tools.peers:ring_attention_pytorch`
 
+    `ringspan verify --training ringspan.tools.verify_training.adapters:longnet`
+
     `torchrun --nproc-per-node=8 -m ringspan verify`
     """
 
+    if training:
+        if attention or pattern:
+            other = "--attention" if attention else "--pattern"
+            raise typer.BadParameter("verifies whole steps of one adapter: leave it out", param_hint=other)
+        _verify_training(training, ranks, tokens, dtype, out, timeout, as_json)
     implementation = _implementation(attention, pattern, layout)
     wanted = read_as("--ranks", read_counts, ranks)
     if into is not None:  # before the checks, which take a while
@@ -119,10 +146,48 @@ def verify(
         for check in checks:
             if check.verdict == "FAIL":
                 console.print(f"{check.name}: {check.reason}", style="red", highlight=False, soft_wrap=True)
-        console.print(f"Report: {paths['html']} (also .md and .json)", highlight=False, soft_wrap=True)
-        style = {PASS: "bold green", FAIL: "bold red"}.get(exit_status, "bold yellow")
-        console.print(f"{page.badge}: {page.sentence}", style=style, highlight=False, soft_wrap=True)
+        _print_verdict(page, paths["html"], exit_status, console)
     raise typer.Exit(exit_status)
+
+
+def _verify_training(
+    target: str, ranks: str, tokens: str, dtype: str, out: Path, timeout: float, as_json: bool
+) -> NoReturn:
+    wanted = read_as("--ranks", read_counts, ranks)
+    length = read_as("--tokens", read_count, tokens) if tokens else 1024
+    rounded = read_as("--dtype", read_dtype, dtype or "float32")
+    try:
+        import_function(target)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--training") from error
+    processes = find_ranks(timeout)
+    settings = settings_for_training(target, processes.sizes(wanted), length, rounded)
+    console = make_console(stderr=as_json, quiet=not processes.is_main)
+    console.print(f"Verifying training steps of {target} on {processes.where}", style="bold", soft_wrap=True)
+    with console.status("") as progress:
+        measured = measure_rings(settings, processes, on_ring=lambda size: progress.update(f"ring of {size}"))
+    report = TrainingReport(settings, judge_training(measured, settings), measured, processes.where)
+    exit_status = status(report.checks)
+    if processes.is_main:
+        more = "".join(f" --{name} {value}" for name, value in (("tokens", tokens), ("dtype", dtype)) if value)
+        page = make_training_page(report, f"ringspan verify --training {target} --ranks {ranks}{more}")
+        paths = write_page(page, out, "verify_training")
+        document = as_training_json(report, page)
+        (out / "verify_training.json").write_text(json.dumps(document, indent=1) + "\n")
+        if as_json:
+            typer.echo(json.dumps(document))
+        else:
+            print_page(page, console)
+            for check in report.causes:
+                console.print(f"{check.name}: {check.reason}", style="red", highlight=False, soft_wrap=True)
+            _print_verdict(page, paths["html"], exit_status, console)
+    raise typer.Exit(exit_status)
+
+
+def _print_verdict(page: Page, path: Path, exit_status: int, console: Console) -> None:
+    console.print(f"Report: {path} (also .md and .json)", highlight=False, soft_wrap=True)
+    style = {PASS: "bold green", FAIL: "bold red"}.get(exit_status, "bold yellow")
+    console.print(f"{page.badge}: {page.sentence}", style=style, highlight=False, soft_wrap=True)
 
 
 def _implementation(attention: str, pattern: str, layout: str) -> AttentionUnderTest:

@@ -1,0 +1,91 @@
+"""ringspan's own adapters pass all checks; reports, exit statuses and the pytest helper of `ringspan.testing`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import ringspan.testing as rt
+from ringspan.cli.app import app
+from ringspan.tools.verify_training.judge import CHECKS
+from tests.ranks import shares_processes
+
+pytestmark = [shares_processes(__name__), pytest.mark.timeout(900)]
+SUBJECTS = "tests.tools.verify_training.subjects"
+LONGNET = "ringspan.tools.verify_training.adapters:longnet"
+
+
+def test_longnet_passes_every_check() -> None:
+    report = rt.verify_training(LONGNET, ranks=(1, 2), tokens=512)
+    assert {check.name: check.reason for check in report.checks if check.verdict != "pass"} == {}
+    assert len(report.checks) == len(CHECKS)
+
+
+def test_the_command_writes_a_report_with_pictures_of_what_failed(tmp_path: Path) -> None:
+    arguments = ["verify", "--training", f"{SUBJECTS}:documents_leak", "--ranks", "2", "--tokens", "256"]
+    done = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path)])
+    assert done.exit_code == 1
+    assert 'Causes: "documents do not see each other".' in " ".join(done.output.split())
+    text = (tmp_path / "verify_training.md").read_text()
+    assert "must not" in text
+    assert (tmp_path / "figures" / "training_reach.png").exists()
+    assert (tmp_path / "figures" / "training_gradients.png").exists()
+    document = json.loads((tmp_path / "verify_training.json").read_text())
+    assert document["causes"] == ["documents do not see each other"]
+    assert document["verdict"] == "FAIL"
+
+
+def test_the_ranks_of_torchrun_are_verified(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "ringspan"]
+    command += ["verify", "--training", f"{SUBJECTS}:honest", "--tokens", "256", "--json", "--out", str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=300)
+    found = json.loads(done.stdout)
+    assert found["verdict"] == "PASS"
+    assert "torchrun" in found["where"]
+
+
+def test_one_process_is_not_a_ring(tmp_path: Path) -> None:
+    arguments = ["verify", "--training", f"{SUBJECTS}:honest", "--ranks", "1", "--out", str(tmp_path)]
+    assert CliRunner().invoke(app, arguments).exit_code == 3
+
+
+def test_the_helper_raises_with_the_cause() -> None:
+    with pytest.raises(AssertionError, match="mean of the means"):
+        rt.assert_training_is_exact(f"{SUBJECTS}:mean_of_means")
+    rt.assert_training_is_exact(f"{SUBJECTS}:mean_of_means", skip=["every label counts once"])
+
+
+class Raises:
+    def __init__(self, group: object, dtype: torch.dtype) -> None:
+        del group, dtype
+
+    def step(self, batches: object, *, max_norm: float | None = None) -> rt.StepResult:
+        raise NotImplementedError("no step yet")
+
+
+def test_an_adapter_that_raises_fails_with_its_reason() -> None:
+    report = rt.verify_training(Raises, ranks=(1, 2))
+    assert [check.verdict for check in report.checks] == ["FAIL"]
+    assert "no step yet" in report.checks[0].reason
+
+
+def test_unknown_targets_are_errors_of_the_command() -> None:
+    done = CliRunner().invoke(app, ["verify", "--training", "no.such:thing"])
+    assert done.exit_code == 2
+    assert "no.such" in done.output
+
+
+def test_batches_in_every_convention() -> None:
+    batch = rt.Batch(torch.tensor([[3, 4, 5, 6, 7]]), torch.tensor([[4, -100, 6, 7, -100]]), (2, 3))
+    assert batch.labels.tolist() == [[-100, 4, -100, 6, 7]]
+    assert batch.cu_seqlens.tolist() == [0, 2, 5]
+    assert batch.position_ids.tolist() == [[0, 1, 0, 1, 2]]
+    assert batch.is_packed
