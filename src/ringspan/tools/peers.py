@@ -105,7 +105,10 @@ def branch_counter(pattern: Dilated, heads: int, *, causal: bool) -> Callable[[T
 
 
 class GroupAttention(Protocol):
-    """Attention on the ranks of a group: the signature that `ringspan verify --attention` expects."""
+    """Attention on the ranks of a group: the signature that `ringspan verify --attention` expects.
+
+    A function that supports packed documents also has a parameter ``lengths``, a tuple of ints with a default.
+    """
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor: ...
 

@@ -36,13 +36,15 @@ TWELVE = (
 )
 
 
-def honest(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
+def honest(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup, lengths: tuple[int, ...] = ()
+) -> Tensor:
     """No fault: full attention by ringspan, contiguous shards."""
-    return _over(rs.Ring(group, layout="contiguous", min_size=1), q, k, v, causal)
+    return _over(rs.Ring(group, layout="contiguous", min_size=1), q, k, v, causal, lengths)
 
 
 def equal_shards_only(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
-    """No fault, but raises for grouped KV heads and uneven shards, on every rank."""
+    """No fault, but no packed documents, and raises for grouped KV heads and uneven shards, on every rank."""
     rows = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
     dist.all_gather(rows, torch.tensor([q.shape[1]]), group=group)
     if len({int(count) for count in rows}) > 1:
@@ -154,13 +156,40 @@ def sees_one_too_far(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: di
     """Causal mask off by one: row p sees token p + 1."""
     if not causal:
         return honest(q, k, v, causal=False, group=group)
-    ring = rs.Ring(group, layout="contiguous", min_size=1)
-    groups = q.shape[2] // k.shape[2]
-    keys, values = (ring.gather_sequence(x).repeat_interleave(groups, dim=2) for x in (k, v))
-    positions = ring.positions(keys.shape[1])
-    scores = torch.einsum("bphd,bthd->bhpt", q, keys) * q.shape[-1] ** -0.5
-    hidden = torch.arange(keys.shape[1]) > positions[:, None] + 1
-    return torch.einsum("bhpt,bthd->bphd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
+    return _where(lambda p, t: t <= p + 1, q, k, v, group)
+
+
+# Faults with packed documents.
+
+
+def leaks_across_ranks(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup, lengths: tuple[int, ...] = ()
+) -> Tensor:
+    """Masks other documents among a rank's own rows only, not among the rows of other ranks."""
+    if not lengths:
+        return honest(q, k, v, causal=causal, group=group)
+    document, rows = torch.repeat_interleave(torch.tensor(lengths)), q.shape[1]
+
+    def sees(p: Tensor, t: Tensor) -> Tensor:
+        return ((document[p] == document[t]) | (p // rows != t // rows)) & ((t <= p) if causal else True)
+
+    return _where(sees, q, k, v, group)
+
+
+def cuts_documents(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup, lengths: tuple[int, ...] = ()
+) -> Tensor:
+    """Documents end where the rank's rows end."""
+    cuts = {*itertools.accumulate(lengths), *range(0, sum(lengths), q.shape[1])}
+    return honest(q, k, v, causal=causal, group=group, lengths=_between(cuts))
+
+
+def joins_documents(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup, lengths: tuple[int, ...] = ()
+) -> Tensor:
+    """A document that begins with a rank's first row continues the previous one."""
+    cuts = {0, *itertools.accumulate(lengths)} - {*range(q.shape[1], sum(lengths), q.shape[1])}
+    return honest(q, k, v, causal=causal, group=group, lengths=_between(cuts))
 
 
 WINDOW = rs.Window(40, right=8)
@@ -216,8 +245,25 @@ def raises(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.Process
 _CALLS = itertools.count(1)
 
 
-def _over(ring: rs.Ring, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    return rs.attention(q, k, v, pattern=rs.Full(), causal=causal, ring=ring)
+def _over(ring: rs.Ring, q: Tensor, k: Tensor, v: Tensor, causal: bool, lengths: tuple[int, ...] = ()) -> Tensor:
+    return rs.attention(q, k, v, pattern=rs.Full(), causal=causal, ring=ring, lengths=lengths or None)
+
+
+def _where(
+    sees: Callable[[Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup
+) -> Tensor:
+    """Attention of each query to the keys that it sees, by their positions."""
+    ring = rs.Ring(group, layout="contiguous", min_size=1)
+    groups = q.shape[2] // k.shape[2]
+    keys, values = (ring.gather_sequence(x).repeat_interleave(groups, dim=2) for x in (k, v))
+    scores = torch.einsum("bphd,bthd->bhpt", q, keys) * q.shape[-1] ** -0.5
+    visible = sees(ring.positions(keys.shape[1])[:, None], torch.arange(keys.shape[1]))
+    return torch.einsum("bhpt,bthd->bphd", scores.masked_fill(~visible, -torch.inf).softmax(-1), values)
+
+
+def _between(cuts: set[int]) -> tuple[int, ...]:
+    """The lengths of the documents between these rows."""
+    return tuple(stop - start for start, stop in itertools.pairwise(sorted(cuts)))
 
 
 def _scaled_past(row: int, q: Tensor, out: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -19,11 +19,16 @@ pytestmark = shares_processes(__name__)
 @pytest.mark.parametrize("layout_name", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("pattern", [Full(), Dilated((10, 64), (1, 8))])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("most_rows", [1000, 20])
+@pytest.mark.parametrize(("most_rows", "lengths"), [(1000, ()), (20, ()), (20, (1, 40, 26))])
 def test_results_of_every_rank_equal_the_dense_oracle(
-    pattern: Pattern, layout_name: LayoutName, causal: bool, most_rows: int, monkeypatch: pytest.MonkeyPatch
+    pattern: Pattern,
+    layout_name: LayoutName,
+    causal: bool,
+    most_rows: int,
+    lengths: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    case = VerifyCase(pattern, 67, 2, 4, 2, 8, "float64")
+    case = VerifyCase(pattern, 67, 2, 4, 2, 8, "float64", lengths)
     layout = Layout(layout_name, case.tokens, 3)
     monkeypatch.setattr(module, "_MAX_PAIRS", 1)
     monkeypatch.setattr(module, "_MIN_ROWS", most_rows)
@@ -35,7 +40,8 @@ def test_results_of_every_rank_equal_the_dense_oracle(
     sampled = sampled_rows(case, layout)
     assert len(sampled) == 67 if most_rows > 67 else 10 < len(sampled) <= 20
     assert (grad_out.abs().sum((0, 2, 3)) > 0).nonzero()[:, 0].tolist() == sampled.tolist()
-    out, _ = dense_attention(*(x.requires_grad_() for x in leaves), pattern=pattern, causal=causal)
+    packed = lengths or None
+    out, _ = dense_attention(*(x.requires_grad_() for x in leaves), pattern=pattern, causal=causal, lengths=packed)
     right = [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
     for rank in range(3):
         found = [x[:, positions(layout, rank)] for x in right]

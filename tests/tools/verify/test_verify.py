@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import pytest
 
 from ringspan.geometry import Dilated, Full, Pattern, Window
+from ringspan.layout import Layout
+from ringspan.tools.pages import Table
 from ringspan.tools.verify.check import ByRing, Check, Measured, Unsupported, expect
+from ringspan.tools.verify.exactness import judge_packed
 from ringspan.tools.verify.run import MEASUREMENTS, LocalRanks, failed_ring, judge_all, measure_rank
 from ringspan.tools.verify.speed import SpeedMeasurement
 from ringspan.tools.verify.verify_page import FAIL, INCOMPLETE, PASS, headline, make_page, status
@@ -32,6 +36,8 @@ SMALL = (
         "raises",
     ),
 )
+PACKED = ("leaks_across_ranks", "cuts_documents", "joins_documents")
+WITHOUT_MEMORY = tuple(MEASUREMENTS)[1:]
 FAILED_CHECK = {
     "averages": "the output is exact",
     "sends_16_bits": "the output is exact",
@@ -70,27 +76,30 @@ def settings_of(
 
 @lru_cache
 def measured_by_ring(
-    implementations: tuple[AttentionUnderTest, ...], settings: VerifySettings, memory: bool
+    implementations: tuple[AttentionUnderTest, ...],
+    settings: VerifySettings,
+    names: tuple[str, ...] = tuple(MEASUREMENTS),
 ) -> list[ByRing]:
     """One launch for each ring size serves all implementations."""
     found: list[ByRing] = [{} for _ in implementations]
-    for size in sorted({1, 2, *(settings.memory_rings if memory else ())}):
-        names = tuple(MEASUREMENTS)[0 if memory else 1 :] if size <= 2 else ("memory",)
-        ranks = LocalRanks(800.0).run(size, measure_all, implementations, settings, names)
+    for size in sorted({1, 2, *(settings.memory_rings if "memory" in names else ())}):
+        here = names if size <= 2 else ("memory",)
+        ranks = LocalRanks(800.0).run(size, measure_all, implementations, settings, here)
         for i, measured in enumerate(found):
             measured[size] = [given[i] for given in ranks]
     return found
 
 
+def loaded(names: tuple[str, ...]) -> tuple[AttentionUnderTest, ...]:
+    return tuple(AttentionUnderTest.load(f"tests.tools.verify.faulty:{name}") for name in names)
+
+
 def measurements_of(name: str) -> tuple[AttentionUnderTest, ByRing, VerifySettings]:
-    names = LARGE if name in LARGE else SMALL
-    implementations = tuple(AttentionUnderTest.load(f"tests.tools.verify.faulty:{each}") for each in names)
+    names, measurements = (LARGE, tuple(MEASUREMENTS)) if name in LARGE else (SMALL, WITHOUT_MEMORY)
+    implementations = loaded(names)
     settings = settings_of(implementations[0], [1, 2], 4224, "float32", trials=int(name in LARGE))
-    return (
-        implementations[names.index(name)],
-        measured_by_ring(implementations, settings, name in LARGE)[names.index(name)],
-        settings,
-    )
+    measured = measured_by_ring(implementations, settings, measurements)
+    return implementations[names.index(name)], measured[names.index(name)], settings
 
 
 def checks_of(name: str) -> dict[str, Check]:
@@ -115,7 +124,7 @@ def failing(checks: dict[str, Check]) -> dict[str, str]:
 def test_ringspan_passes(pattern: Pattern, layout: Any) -> None:
     implementation = AttentionUnderTest(pattern=pattern, layout=layout)
     settings = settings_of(implementation, [1, 2], 2048, "float64")
-    (measured,) = measured_by_ring((implementation,), settings, memory=True)
+    (measured,) = measured_by_ring((implementation,), settings)
     checks = {check.name: check for check in judge_all(measured, settings)}
     assert failing(checks) == {}
     assert {c.verdict for n, c in checks.items() if n not in TIMED} == {"pass"}
@@ -127,6 +136,7 @@ def test_a_correct_implementation_passes() -> None:
     checks = checks_of("honest")
     assert failing(checks) == {}
     assert {c.verdict for n, c in checks.items() if n not in TIMED} == {"pass"}
+    assert "documents do not see each other" in checks["packed documents are exact"].reason
 
 
 @pytest.mark.parametrize("name", TWELVE)
@@ -171,12 +181,39 @@ def test_a_ring_without_communication_is_found() -> None:
     assert {"tokens attend across ranks", "bytes sent are as expected", "the output is exact"} <= set(reasons)
 
 
+def packed_check(name: str) -> Check:
+    """Functions that are wrong with packed documents only."""
+    implementations = loaded(PACKED)
+    settings = settings_of(implementations[0], [1, 2], 4224, "float32")
+    measured = measured_by_ring(implementations, settings, ("packed",))[PACKED.index(name)]
+    return judge_packed(measured, settings)
+
+
+def test_documents_that_leak_across_ranks_are_found() -> None:
+    check = packed_check("leaks_across_ranks")
+    assert check.verdict == "FAIL"
+    assert "ring of 2: token 231 changed rows that must not attend to it" in check.reason  # the last of a document
+    assert "differ from the definition" in check.reason
+
+
+@pytest.mark.parametrize(
+    ("name", "case"), [("cuts_documents", "in 7 documents"), ("joins_documents", "in 4 documents")]
+)
+def test_documents_that_change_at_shard_borders_are_found(name: str, case: str) -> None:
+    """Only a document that spans ranks shows the first, and only one that begins with a shard the second."""
+    check = packed_check(name)
+    assert check.verdict == "FAIL"
+    assert "on a ring of 2" in check.reason
+    assert case in check.reason
+    assert "must not attend" not in check.reason
+
+
 def windowed_checks(name: str) -> dict[str, Check]:
     """Functions that declare a window: one is correct, the others are wrong in one way each."""
     names = ("windowed", "ignores_the_window", "ignores_the_halo", "window_one_too_long")
-    implementations = tuple(AttentionUnderTest.load(f"tests.tools.verify.faulty:{each}") for each in names)
+    implementations = loaded(names)
     settings = settings_of(implementations[0], [1, 2], 4224, "float32", trials=0)
-    measured = measured_by_ring(implementations, settings, memory=False)[names.index(name)]
+    measured = measured_by_ring(implementations, settings, WITHOUT_MEMORY)[names.index(name)]
     return {check.name: check for check in judge_all(measured, settings)}
 
 
@@ -211,8 +248,27 @@ def test_an_error_on_every_rank_means_not_supported() -> None:
     assert failing(checks) == {}
     assert checks["uneven shards are exact"].verdict == "not supported"
     assert checks["grouped KV heads are exact"].reason == "NotImplementedError: no grouped KV heads"
+    assert checks["packed documents are exact"].verdict == "not supported"
+    assert checks["packed documents are exact"].reason == "the function has no parameter lengths"
     told = headline([*checks.values()], "mine", [1, 2])
     assert "Not supported: uneven shards are exact" in told
+
+
+def test_the_report_says_what_was_not_looked_at() -> None:
+    def told(name: str) -> str:
+        implementation, measured, settings = measurements_of(name)
+        page = make_page(implementation, settings, "here", measured, judge_all(measured, settings), "ringspan verify")
+        table = page.parts[0]
+        assert isinstance(table, Table)
+        return table.text.partition("Not looked at: ")[2]
+
+    rest = "anything beyond 4,226 tokens or 2 ranks; dtypes other than float32;"
+    assert told("honest").startswith(f"uneven shards, grouped KV heads and packed documents beyond 303 tokens; {rest}")
+    assert told("wrong_past_512").startswith(
+        f"packed documents; uneven shards and grouped KV heads beyond 303 tokens; {rest}"
+    )
+    assert told("equal_shards_only").startswith(f"uneven shards; grouped KV heads; packed documents; {rest}")
+    assert "head dimensions other than 16, 32, 64 and 128; soft caps, sinks" in told("honest")
 
 
 def test_an_error_on_some_ranks_only_is_a_failure() -> None:
@@ -302,7 +358,7 @@ def test_the_named_pattern_runs_and_rates_never_change() -> None:
     for case in (settings.memory, settings.counted, settings.speed, settings.exact[-1]):
         assert case.pattern == implementation.pattern
         assert case.tokens >= 65536
-    for case in (*settings.exact, settings.visibility, *settings.uneven, *settings.grouped):
+    for case in (*settings.exact, settings.visibility, *settings.optional):
         assert case.tokens >= max(case.pattern.segment_lengths)  # type: ignore[union-attr]
         assert all(branch.segment_length >= 4 * branch.rate for branch in case.pattern.branches(case.tokens))
     assert any(case.kv_heads > 32 for case in settings.exact)  # so that every offset is met
@@ -317,7 +373,7 @@ def test_windows_run_unchanged_at_length_and_with_both_edges_in_short_cases(patt
     for case in (settings.memory, settings.counted, settings.speed, settings.exact[-1]):
         assert case.pattern == pattern
         assert case.tokens >= 32768
-    for case in (*settings.exact[:-1], settings.visibility, *settings.uneven, *settings.grouped):
+    for case in (*settings.exact[:-1], settings.visibility, *settings.optional):
         window = case.pattern.parts[0]
         assert isinstance(window, Window)
         assert window.dilation == pattern.parts[0].dilation  # type: ignore[attr-defined]
@@ -343,6 +399,26 @@ def test_cases_cover_odd_rows_batches_heads_and_lengths() -> None:
     assert all(case.tokens % 4 for case in settings.uneven)
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("sizes", [[1, 2], [1, 2, 4], [1, 3, 8]])
+def test_packed_documents_span_ranks_and_meet_their_borders(sizes: list[int], layout: Any) -> None:
+    inside, aligned = settings_for(AttentionUnderTest(layout=layout), sizes, 8192, "float64").packed
+    assert all(sum(case.lengths) == case.tokens and case.batch > 1 for case in (inside, aligned))
+    whole = Layout(layout, inside.tokens, max(sizes))
+    starts = {span.start for rank in range(max(sizes)) for span in whole.spans(rank)}
+    assert not starts & {*accumulate(inside.lengths)}
+    assert starts - {0} < {*accumulate(aligned.lengths)}
+    assert max(inside.lengths) > inside.tokens // max(sizes)
+    assert min(inside.lengths) == min(aligned.lengths) == 1
+
+
+def test_tokens_change_in_32_bits_at_least() -> None:
+    for dtype, wide in (("float64", "float64"), ("float32", "float32"), ("bfloat16", "float32")):
+        settings = settings_for(AttentionUnderTest(), [1, 2], 8192, dtype)
+        assert settings.visibility.dtype == settings.packed[0].dtype == wide
+        assert [case.dtype for case in settings.packed[-2:]].count(dtype) == 2
+
+
 def test_shortened_patterns_keep_their_rates() -> None:
     assert shortened(Full(), 10) == Full()
     assert shortened(Window(20, 4), 640) == Window(20, 4)
@@ -357,7 +433,7 @@ def test_shortened_patterns_keep_their_rates() -> None:
     [
         ("no.such.module:f", "No module named"),
         ("tests.tools.verify.faulty:nothing", "nothing"),
-        ("tests.tools.verify.faulty", "package.module:function"),
+        ("tests.tools.verify.faulty", "package.module:name"),
         ("tests.tools.verify.faulty:rs", "must be a function"),
     ],
 )

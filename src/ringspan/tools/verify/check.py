@@ -112,7 +112,9 @@ def expect(case: VerifyCase, causal: bool, layout: Layout, rank: int, *, backwar
                 continue
             leaves = [x.to(dtype).requires_grad_(backward) for x in (q, k, v)]
             pattern = case.pattern.for_heads(c, case.kv_heads)
-            out, lse = dense_attention(*leaves, pattern=pattern, causal=causal, rows=sampled)
+            out, lse = dense_attention(
+                *leaves, pattern=pattern, causal=causal, lengths=case.lengths or None, rows=sampled
+            )
             found = [out.detach()[:, mine]]
             largest_lse = max(largest_lse, _largest(lse.detach().nan_to_num(neginf=0.0)))  # -inf: the row sees no key
             if backward:
@@ -197,7 +199,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Unsupported:
-    """The error that the implementation raised for a case that it need not support."""
+    """Why the implementation does not run a case that it need not support, such as the error that it raised."""
 
     reason: str
 
@@ -265,7 +267,7 @@ class Harness:
         """The output of the implementation and, with ``backward``, dq, dk and dv."""
         q, k, v, grad_out = rows
         leaves = [x.detach().requires_grad_(backward) for x in (q, k, v)]
-        out = self.bound.attend(leaves[0], leaves[1], leaves[2], case.pattern, causal, case.tokens)
+        out = self.bound.attend(leaves[0], leaves[1], leaves[2], case, causal)
         if out.shape != q.shape:
             raise ValueError(f"the output has shape {tuple(out.shape)}: must be that of q, {tuple(q.shape)}")
         return [out.detach(), *torch.autograd.grad(out, leaves, grad_out)] if backward else [out.detach()]

@@ -1,7 +1,7 @@
 """Exactness: output and gradients of every call against the definition, and what changes when one token changes.
 
-Uneven shards and grouped KV heads are compared as well. Changing one token shows which rows attend to it: tokens attend
-across ranks, masked tokens have no effect, and heads are independent.
+Uneven shards, grouped KV heads and packed documents are compared as well. Changing one token shows which rows attend to
+it: tokens attend across ranks, masked tokens have no effect, and heads and documents are independent.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from ringspan.tools.verify.workload import VerifyCase, VerifySettings
 
 _ALL_CASES = "every compared case"
 _PERTURBATION = 1000.0  # added to a value: changes every row that attends to it by far more than rounding
+_HEAD = 1  # the head whose value changes
 _BORDERS = 3
 
 
@@ -56,6 +58,14 @@ def measure_uneven(harness: Harness) -> Unsupported | None:
 
 def measure_grouped(harness: Harness) -> Unsupported | None:
     return _run_if_supported(harness, harness.settings.grouped)
+
+
+def measure_packed(harness: Harness) -> Unsupported | list[VisibilityMeasurement]:
+    if not harness.bound.takes_lengths:
+        return Unsupported("the function has no parameter lengths")
+    first = harness.settings.packed[0]
+    ends = {token for end in accumulate(first.lengths) for token in (end - 1, end % first.tokens)}
+    return _run_if_supported(harness, harness.settings.packed) or _change_tokens(harness, first, sorted(ends))
 
 
 def _run_if_supported(harness: Harness, cases: Iterable[VerifyCase]) -> Unsupported | None:
@@ -111,6 +121,14 @@ def judge_grouped(measured: ByRing, settings: VerifySettings) -> Check:
     return _judge_if_supported(measured, "grouped", "grouped KV heads are exact", settings.grouped)
 
 
+def judge_packed(measured: ByRing, settings: VerifySettings) -> Check:
+    check = _judge_if_supported(measured, "packed", "packed documents are exact", settings.packed)
+    if leak := _first_leak(measured, "packed"):
+        return replace(check, verdict="FAIL", reason=f"{leak[1]}; {check.reason}")
+    told = "; documents do not see each other" if check.verdict == "pass" else ""
+    return replace(check, reason=check.reason + told)
+
+
 def _judge_if_supported(measured: ByRing, measurement: str, name: str, cases: tuple[VerifyCase, ...]) -> Check:
     texts = dict.fromkeys(map(str, cases))
     case = "; ".join(texts)
@@ -124,7 +142,7 @@ def _judge_if_supported(measured: ByRing, measurement: str, name: str, cases: tu
                 return Check(name, "FAIL", f"{len(raised)} of {size} ranks raised", reason, case)
             refused = raised[0] if raised else refused
         if refused:
-            return Check(name, "not supported", "every rank raised", refused, case, essential=False)
+            return Check(name, "not supported", "no rank supports it", refused, case, essential=False)
         output, gradients = (_judge_errors(measured, name, what, set(texts)) for what in ("output", "gradient"))
         return replace(output if output.verdict == "FAIL" else gradients, case=case)
 
@@ -156,7 +174,7 @@ def _judge_errors(measured: ByRing, name: str, what: str, cases: set[str]) -> Ch
 
 def _own_cases(settings: VerifySettings) -> set[str]:
     """The cases that every implementation must support."""
-    return {str(case) for case in settings.all_cases} - {str(case) for case in (*settings.uneven, *settings.grouped)}
+    return {str(case) for case in settings.all_cases} - {str(case) for case in settings.optional}
 
 
 def comparison_rows(measured: ByRing) -> list[list[str]]:
@@ -198,24 +216,29 @@ class VisibilityMeasurement:
 
 def measure_visibility(harness: Harness) -> list[VisibilityMeasurement]:
     case = harness.settings.visibility
+    branches = multiplicity(case.pattern, case.tokens, case.kv_heads)[_HEAD].diagonal()
+    return _change_tokens(harness, case, _perturbed_tokens(harness, branches))
+
+
+def _change_tokens(harness: Harness, case: VerifyCase, tokens: list[int]) -> list[VisibilityMeasurement]:
     positions = harness.bound.ring.positions(case.tokens)
-    head = min(1, case.heads - 1)
     noise = 1e4 * torch.finfo(getattr(torch, case.dtype)).eps
     rows = harness.own_rows(case)
     measured = []
     for causal in (False, True):
-        counts = multiplicity(case.pattern, case.tokens, case.kv_heads, causal=causal)[head]
+        lengths = case.lengths or None
+        counts = multiplicity(case.pattern, case.tokens, case.kv_heads, causal=causal, lengths=lengths)[_HEAD]
         attends = counts[positions] > 0
         (before,) = harness.call(rows, case, causal, backward=False)
         harness.compare(harness.expect(case, causal, backward=False), [before])
-        for token in _perturbed_tokens(harness, counts.diagonal()):
+        for token in tokens:
             q, k, v, grad_out = rows
             is_mine = (positions == token).to(v.device)
             v = v.clone()
-            v[:, is_mine, head] += _PERTURBATION
+            v[:, is_mine, _HEAD] += _PERTURBATION
             (after,) = harness.call([q, k, v, grad_out], case, causal, backward=False)
-            changed = ((after - before)[0].abs().amax(-1) > noise).cpu()  # (rows, heads)
-            here, visible = changed[:, head], attends[:, token]
+            changed = ((after - before).abs().amax((0, -1)) > noise).cpu()  # (rows, heads)
+            here, visible = changed[:, _HEAD], attends[:, token]
             measured.append(
                 VisibilityMeasurement(
                     causal,
@@ -273,11 +296,8 @@ def judge_masking(measured: ByRing, settings: VerifySettings) -> Check:
     name, case = "masked tokens have no effect", str(settings.visibility)
 
     def judge() -> Check:
-        for size, each in _visibilities(measured):
-            if each.leaked:
-                order = "causal" if each.causal else "not causal"
-                reason = f"{order}, ring of {size}: token {each.token} changed rows that must not attend to it"
-                return Check(name, "FAIL", f"{each.leaked:,} rows changed", reason, case)
+        if leak := _first_leak(measured, "visibility"):
+            return Check(name, "FAIL", *leak, case)
         tokens = {each.token for _, each in _visibilities(measured)}
         reason = "no row depends on a later token (causal) or on one outside the pattern"
         return Check(name, "pass", f"0 rows changed, {len(tokens)} tokens at shard borders tested", reason, case)
@@ -285,7 +305,18 @@ def judge_masking(measured: ByRing, settings: VerifySettings) -> Check:
     return judge_if_measured(measured, "visibility", name, case, judge)
 
 
-def _visibilities(measured: ByRing) -> Iterator[tuple[int, VisibilityMeasurement]]:
-    for size, ranks in values_of(measured, "visibility").items():
+def _first_leak(measured: ByRing, measurement: str) -> tuple[str, str] | None:
+    """How many rows changed that must not, and where."""
+    for size, each in _visibilities(measured, measurement):
+        if each.leaked:
+            order = "causal" if each.causal else "not causal"
+            where = f"{order}, ring of {size}: token {each.token} changed rows that must not attend to it"
+            return f"{each.leaked:,} rows changed", where
+    return None
+
+
+def _visibilities(measured: ByRing, measurement: str = "visibility") -> Iterator[tuple[int, VisibilityMeasurement]]:
+    for size, ranks in values_of(measured, measurement).items():
         for rank in ranks:
-            yield from ((size, each) for each in rank)
+            if isinstance(rank, list):  # neither failed nor refused
+                yield from ((size, each) for each in rank)

@@ -19,6 +19,7 @@ from ringspan.runtime.launch import run_local_ranks
 from ringspan.tools.verify import check, exactness, memory, speed, traffic
 from ringspan.tools.verify.check import ByRing, Check, Failed, Harness, Measured, Oracle, expect
 from ringspan.tools.verify.workload import AttentionUnderTest, VerifySettings
+from ringspan.tools.verify_training import compare
 
 # Memory comes first, while the process is fresh; cases that an implementation may refuse come last.
 MEASUREMENTS: dict[str, Callable[[Harness], Any]] = {
@@ -31,6 +32,7 @@ MEASUREMENTS: dict[str, Callable[[Harness], Any]] = {
     "overlap": speed.measure_overlap,
     "uneven": exactness.measure_uneven,
     "grouped": exactness.measure_grouped,
+    "packed": exactness.measure_packed,
 }
 
 # In the order of the report.
@@ -43,6 +45,7 @@ CHECKS: tuple[Callable[[ByRing, VerifySettings], Check], ...] = (
     exactness.judge_gradients,
     exactness.judge_uneven,
     exactness.judge_grouped,
+    exactness.judge_packed,
     traffic.judge_traffic,
     memory.judge_memory,
     speed.judge_total,
@@ -170,7 +173,7 @@ class TorchrunRanks:
         return sorted({*(size for size in powers if size <= self.world_size), self.world_size})
 
     def run(self, size: int, task: Task, *arguments: Any) -> list[Any]:
-        if size not in self.groups:
+        if size not in self.groups:  # all ranks create it, also those outside
             self.groups[size] = dist.new_group(list(range(size)))
         mine = task(self.groups[size], self.device, *arguments) if self.rank < size else None
         return [decode(value) for value in all_gather_json(encode(mine), device=self.device.device)[:size]]
@@ -183,7 +186,7 @@ def find_ranks(timeout_seconds: float = 600.0) -> Ranks:
     return LocalRanks(timeout_seconds)
 
 
-_MODULES = (check, exactness, memory, speed, traffic)
+_MODULES = (check, exactness, memory, speed, traffic, compare)
 _KINDS = {
     name: kind
     for module in _MODULES

@@ -97,7 +97,7 @@ def make_page(
         Table(
             f"Checks on rings of {_listed([str(size) for size in sizes])}",
             check_rows(checks),
-            f"Ran on {where}. {_what_ran(settings)}",
+            f"Ran on {where}. {_what_ran(settings)} {_what_did_not_run(settings, checks, max(sizes))}",
             terminal_columns=(0, 1, 2),
         ),
         Table(f"Comparisons, up to {_longest(settings):,} tokens", comparison_rows(measured), compared, details=True),
@@ -138,6 +138,23 @@ def _what_ran(settings: VerifySettings) -> str:
             f"windows and the same rates: {'; '.join(others)}."
         )
     return " ".join(lines)
+
+
+def _what_did_not_run(settings: VerifySettings, checks: Sequence[Check], ring_size: int) -> str:
+    """What a reader might take as verified, though no case of this run shows it."""
+    refused = {check.name for check in checks if check.verdict == "not supported"}
+    optional = ("uneven shards", "grouped KV heads", "packed documents")
+    missing = [what for what in optional if f"{what} are exact" in refused]
+    if short := [what for what in optional if what not in missing]:
+        missing.append(f"{_listed(short)} beyond {max(case.tokens for case in settings.optional):,} tokens")
+    dtypes, dims = ({getattr(case, field) for case in settings.all_cases} for field in ("dtype", "head_dim"))
+    missing += [
+        f"anything beyond {_longest(settings):,} tokens or {ring_size} ranks",
+        f"dtypes other than {_listed(sorted(dtypes))}",
+        f"head dimensions other than {_listed([str(dim) for dim in sorted(dims)])}",
+        "soft caps, sinks and other options",
+    ]
+    return f"Not looked at: {'; '.join(missing)}."
 
 
 def _longest(settings: VerifySettings) -> int:

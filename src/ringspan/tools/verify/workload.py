@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 import sys
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -54,7 +56,7 @@ class AttentionUnderTest:
         """Another function. Its attributes ``layout`` and ``equal_shards`` say which rows each rank holds, and
         ``pattern``, or its text, what it computes.
         """
-        function = _import_function(target)
+        function = import_function(target)
         layout: Any = getattr(function, "layout", "contiguous")
         check_layout_name(layout)
         pattern: Any = getattr(function, "pattern", Full())
@@ -66,7 +68,7 @@ class AttentionUnderTest:
     def bind(self, group: dist.ProcessGroup) -> BoundImplementation:
         """The implementation as this rank of the group calls it."""
         ring = Ring(group, layout=self.layout, min_size=1)
-        return BoundImplementation(self, ring, None if self.is_ringspan else _import_function(self.target))
+        return BoundImplementation(self, ring, None if self.is_ringspan else import_function(self.target))
 
 
 @dataclass(frozen=True)
@@ -77,17 +79,23 @@ class BoundImplementation:
     ring: Ring
     function: GroupAttention | None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, causal: bool, tokens: int) -> Tensor:
-        """This rank's rows of the output."""
+    @property
+    def takes_lengths(self) -> bool:
+        return self.function is None or "lengths" in inspect.signature(self.function).parameters
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, case: VerifyCase, causal: bool) -> Tensor:
+        """This rank's rows of the output. ``lengths`` is passed for packed documents only."""
+        packed: dict[str, Any] = {"lengths": case.lengths} if case.lengths else {}
         if self.function is not None:
-            return self.function(q, k, v, causal=causal, group=self.ring.group)
-        return attention(q, k, v, pattern=pattern, causal=causal, ring=self.ring, seq_len=tokens)
+            return self.function(q, k, v, causal=causal, group=self.ring.group, **packed)
+        return attention(q, k, v, pattern=case.pattern, causal=causal, ring=self.ring, seq_len=case.tokens, **packed)
 
 
-def _import_function(target: str) -> GroupAttention:
+def import_function(target: str) -> Any:
+    """The function or class ``package.module:name``; modules in the current folder can be imported too."""
     module_name, colon, function_name = target.partition(":")
     if not colon:
-        raise ValueError(f"{target!r}: must be package.module:function")
+        raise ValueError(f"{target!r}: must be package.module:name")
     here = str(Path.cwd())
     if here not in sys.path:  # as `python -m` does, so that modules in the current folder can be imported
         sys.path.insert(0, here)
@@ -99,7 +107,7 @@ def _import_function(target: str) -> GroupAttention:
         raise ValueError(f"{target!r}: {error}") from error
     if not callable(function):
         raise ValueError(f"{target!r}: a {type(function).__name__}, but must be a function")
-    return cast(GroupAttention, function)
+    return function
 
 
 @dataclass(frozen=True)
@@ -113,17 +121,21 @@ class VerifyCase:
     kv_heads: int
     head_dim: int
     dtype: str
+    lengths: tuple[int, ...] = ()  # of packed documents
 
     def __str__(self) -> str:
         """The name of the case in reports.
 
         >>> str(VerifyCase(Dilated((64, 256), (1, 4)), 1001, 2, 6, 2, 16, "float64"))
         '64x1,256x4, 1,001 tokens, batch 2, 6 heads on 2 KV heads x 16, float64'
+        >>> str(VerifyCase(Full(), 101, 1, 1, 1, 16, "float32", lengths=(1, 60, 40)))
+        'full, 101 tokens in 3 documents, 1 head x 16, float32'
         """
+        documents = f" in {len(self.lengths)} documents" if self.lengths else ""
         batch = f", batch {self.batch}" if self.batch > 1 else ""
         grouped = f" on {self.kv_heads} KV head{'s' if self.kv_heads > 1 else ''}" if self.grouped else ""
         heads = f"{self.heads} head{'s' if self.heads > 1 else ''}{grouped} x {self.head_dim}"
-        return f"{self.pattern.text}, {self.tokens:,} tokens{batch}, {heads}, {self.dtype}"
+        return f"{self.pattern.text}, {self.tokens:,} tokens{documents}{batch}, {heads}, {self.dtype}"
 
     @property
     def grouped(self) -> bool:
@@ -142,6 +154,7 @@ class VerifySettings:
     speed: VerifyCase
     uneven: tuple[VerifyCase, ...]
     grouped: tuple[VerifyCase, ...]
+    packed: tuple[VerifyCase, ...]
     memory_rings: tuple[int, ...]  # ring sizes on which memory is measured
     memory_causal: bool
     trials: int = 3  # of speed; 0 if ranks share a core
@@ -149,15 +162,20 @@ class VerifySettings:
     @property
     def all_cases(self) -> tuple[VerifyCase, ...]:
         single = (self.memory, self.warm_up, self.visibility, self.counted, self.speed)
-        return (*single, *self.exact, *self.uneven, *self.grouped)
+        return (*single, *self.exact, *self.optional)
+
+    @property
+    def optional(self) -> tuple[VerifyCase, ...]:
+        """The cases that an implementation need not support."""
+        return (*self.uneven, *self.grouped, *self.packed)
 
 
 def settings_for(implementation: AttentionUnderTest, sizes: list[int], tokens: int, dtype: str) -> VerifySettings:
     """The cases for an implementation on rings of these sizes; ``tokens`` is the length of the long runs.
 
     Each length divides evenly over every ring, because many implementations need that. The lengths for exactness leave
-    an odd number of rows in a shard of the largest contiguous ring. Uneven shards and grouped KV heads are separate
-    cases.
+    an odd number of rows in a shard of the largest contiguous ring. Uneven shards, grouped KV heads and packed
+    documents are separate cases.
     """
     pattern = implementation.pattern
     spans = 2 if implementation.layout == "zigzag" else 1
@@ -196,18 +214,37 @@ def settings_for(implementation: AttentionUnderTest, sizes: list[int], tokens: i
     memory_parts = math.lcm(*memory_rings) * spans
     memory = replace(memory, tokens=-(-memory.tokens // memory_parts) * memory_parts)
     even = short(2, 300, 3, 16)
+    inside, aligned = (replace(even, lengths=lengths) for lengths in _packed_lengths(even.tokens, parts))
+    wide = dtype if dtype == "float64" else "float32"  # where tokens change: 16 bits would round small weights away
     return VerifySettings(
         memory=memory,
         warm_up=replace(memory, tokens=16 * memory_parts, heads=1, kv_heads=1),
         exact=tuple(exact),
-        visibility=short(1, 700, 4, 16),
+        visibility=replace(short(1, 700, 4, 16), dtype=wide),
         counted=counted,
         speed=long(2, 64),
         uneven=(replace(even, tokens=even.tokens + 1),),
         grouped=(short(2, 300, 6, 16, kv_heads=2), short(1, 200, 4, 16, kv_heads=1)),
+        packed=tuple(dict.fromkeys((replace(inside, dtype=wide), inside, aligned))),
         memory_rings=memory_rings,
         memory_causal=not large,  # large parcels: not causal, so that every rank holds the same number of them
     )
+
+
+def _packed_lengths(tokens: int, parts: int) -> tuple[tuple[int, ...], ...]:
+    """Two ways to pack documents into a sequence of ``parts`` equal parts, one or two of which are a rank's shard.
+
+    First, one document spans half of the sequence, and all begin and end inside parts; three have one token. Second, a
+    document begins at each border of a part, after a document of one token.
+
+    >>> _packed_lengths(300, 4)
+    ((1, 45, 23, 1, 160, 69, 1), (74, 1, 74, 1, 74, 1, 74, 1))
+    """
+    n, part = tokens, tokens // parts
+    second, third, tenth = (i * n // 13 for i in (2, 3, 10))  # no border, unless the number of parts divides by 13
+    inside = {0, 1, second, third, third + 1, tenth, n - 1, n}
+    borders = {0, *(cut for border in range(part, n + 1, part) for cut in (border - 1, border))}
+    return tuple(tuple(stop - start for start, stop in pairwise(sorted(cuts))) for cuts in (inside, borders))
 
 
 def default_tokens(pattern: Pattern) -> int:
