@@ -61,6 +61,6 @@ def assert_training_is_exact(
     report = verify_training(adapter, ranks=ranks, timeout=timeout)
     failing = [check for check in report.causes if check.name not in skip]
     if failing:
-        lines = [f"{check.name}: {check.result}. {check.reason}" for check in failing]
-        raise AssertionError("\n".join([report.sentence, *lines]))
+        lines = [f"{check.name}: {check.result}: {check.reason}" for check in failing]
+        raise AssertionError("\n".join([f"{len(failing)} causes, {report.settings.target}:", *lines]))
     return report

@@ -178,8 +178,6 @@ def _verify_training(
             typer.echo(json.dumps(document))
         else:
             print_page(page, console)
-            for check in report.causes:
-                console.print(f"{check.name}: {check.reason}", style="red", highlight=False, soft_wrap=True)
             _print_verdict(page, paths["html"], exit_status, console)
     raise typer.Exit(exit_status)
 

@@ -32,7 +32,7 @@ def test_the_command_writes_a_report_with_pictures_of_what_failed(tmp_path: Path
     arguments = ["verify", "--training", f"{SUBJECTS}:documents_leak", "--ranks", "2", "--tokens", "256"]
     done = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path)])
     assert done.exit_code == 1
-    assert 'Causes: "documents do not see each other".' in " ".join(done.output.split())
+    assert 'Likely cause: "documents do not see each other": packed' in " ".join(done.output.split())
     text = (tmp_path / "verify_training.md").read_text()
     assert "must not" in text
     assert (tmp_path / "figures" / "training_reach.png").exists()

@@ -103,21 +103,22 @@ def transformers(group: dist.ProcessGroup, dtype: torch.dtype) -> RingAdapter:
         from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
     except ImportError as error:
         raise ImportError(missing_package("this adapter", "Transformers 5", "transformers")) from error
-    from ringspan.integrations.transformers import register, shard  # noqa: PLC0415
+    from ringspan.integrations.transformers import causal_lm_loss, register, shard  # noqa: PLC0415
 
     ring = rs.Ring(group, min_size=1)
     register(ring=ring)
     torch.manual_seed(0)
     sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, head_dim=8)
     sizes |= dict(num_key_value_heads=2, vocab_size=VOCAB_SIZE, sliding_window=12, num_local_experts=2)
-    config = AutoConfig.for_model("gpt_oss", **sizes, num_experts_per_tok=1)
+    config = AutoConfig.for_model("gpt_oss", **sizes, num_experts_per_tok=1, experts_implementation="eager")  # has fp64
     model = AutoModelForCausalLM.from_config(config, attn_implementation="ringspan").to(dtype)
     _spread(model.parameters())
 
     def loss_and_logits(batch: Batch) -> tuple[Tensor, Tensor]:
         mine = shard(batch.tokens, batch.labels, ring=ring, lengths=batch.lengths)
-        found = model(**mine)
-        return found.loss, found.logits.detach()
+        share = causal_lm_loss(model, mine, ring=ring)  # the model's own loss is computed in fp32
+        with torch.no_grad():
+            return share, model(**mine).logits
 
     return RingAdapter(model, ring, loss_and_logits)
 

@@ -36,6 +36,7 @@ from ringspan.tools.verify_training.steps import (
 
 _FP64_ALLOWED = 1e-10
 _FP32_ALLOWED = 2e-4
+_FP32_LOSS_ALLOWED = 1e-6  # of losses that a trainer computes in fp32, whatever the dtype of its model
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,13 @@ class StepComparison:
     wanted_loss: float = 0.0
     losses: tuple[float, ...] = ()  # of each rank
     loss_error: float = 0.0
+    loss_allowed: float = 0.0
     gradient_errors: dict[str, float] = field(default_factory=dict)  # by parameter
     gradient_ratios: dict[str, float] = field(default_factory=dict)  # by parameter: 1 if right, k if summed k times
     norm_error: float | None = None  # of the gradient norm that the trainer returned
     replicas_differ: float = 0.0
     row_error: float | None = None  # of token losses
+    row_allowed: float = 0.0
     wrong_rows: tuple[int, ...] = ()
     missing_rows: tuple[int, ...] = ()
     repeated_rows: tuple[int, ...] = ()
@@ -73,6 +76,7 @@ class ReachComparison:
     position: int
     lengths: tuple[int, ...]
     rows: tuple[int, ...]  # observed
+    allowed: float  # the largest change that rounding explains
     alone: tuple[float, ...]
     ring: tuple[float, ...]
 
@@ -120,7 +124,7 @@ def measure_training(
             alone = {name: Outcome(**values) for name, values in torch.load(reference).items()}
             allowed = allowed_error(measured["dtype"]["name"])
             measured["steps"] = list(compare_steps(taker, alone, allowed))
-            measured["reach"] = list(compare_reach(taker, alone))
+            measured["reach"] = list(compare_reach(taker, alone, allowed))
             measured["label_weights"] = label_weights(taker, alone)
         measured["rounding"] = measure_rounding(taker, settings, factory, group, reference, dtype)
     except Exception as error:
@@ -132,6 +136,12 @@ def measure_training(
 def allowed_error(dtype: str) -> float:
     """The largest relative error that rounding explains."""
     return _FP64_ALLOWED if dtype == "float64" else _FP32_ALLOWED
+
+
+def _allowed_in(values: Tensor, allowed: float) -> float:
+    """The largest relative error that rounding explains in losses, which some trainers compute in fp32 in any case."""
+    known = values[~values.isnan()]
+    return max(allowed, _FP32_LOSS_ALLOWED) if torch.equal(known.float().double(), known) else allowed
 
 
 def _difference_of_runs(taker: StepTaker) -> float:
@@ -171,6 +181,7 @@ def compare_steps(taker: StepTaker, alone: dict[str, Outcome], allowed: float) -
             compared,
             wanted_loss=loss,
             losses=tuple(found.losses),
+            loss_allowed=_allowed_in(torch.tensor(alone[BASE].losses, dtype=torch.float64), allowed),
             loss_error=max(math.inf if math.isnan(error) else error for error in errors),
             gradient_errors=gradient_errors,
             gradient_ratios={
@@ -209,15 +220,22 @@ def _with_rows(compared: StepComparison, found: Outcome, wanted: Outcome, allowe
     if found.rows is not None and wanted.rows is not None:
         scale = max(wanted.rows.abs().max().item(), 1e-30)
         errors = ((found.rows - wanted.rows).abs() / scale).nan_to_num(nan=math.inf).amax(0)
+        allowed = _allowed_in(wanted.rows, allowed)
         wrong = tuple((errors > allowed).nonzero()[:, 0].tolist())
         shuffled = wrong and relative_error(found.rows.sort().values, wanted.rows.sort().values) <= allowed
-        compared = replace(compared, row_error=errors.max().item(), wrong_rows=wrong, is_reordered=bool(shuffled))
+        compared = replace(
+            compared,
+            row_error=errors.max().item(),
+            row_allowed=allowed,
+            wrong_rows=wrong,
+            is_reordered=bool(shuffled),
+        )
     if found.logits is not None and wanted.logits is not None:
         compared = replace(compared, logit_error=relative_error(found.logits, wanted.logits))
     return compared
 
 
-def compare_reach(taker: StepTaker, alone: dict[str, Outcome]) -> Iterator[ReachComparison]:
+def compare_reach(taker: StepTaker, alone: dict[str, Outcome], allowed: float) -> Iterator[ReachComparison]:
     """For each changed token, the change of every row, on one process and on this ring."""
     for name, found in taker.outcomes.items():
         if not name.startswith(REACH) or ", " not in name:
@@ -235,7 +253,10 @@ def compare_reach(taker: StepTaker, alone: dict[str, Outcome]) -> Iterator[Reach
         rows = observed.nonzero()[:, 0].tolist()
         lengths = taker.batches[name].lengths
         values = [tuple(change[observed].tolist()) for change in changes]
-        yield ReachComparison(int(position), lengths, tuple(rows), *values)
+        before = alone[kind].rows
+        assert before is not None
+        limit = _allowed_in(before, allowed) * before.nan_to_num().abs().max().item()
+        yield ReachComparison(int(position), lengths, tuple(rows), limit, *values)
 
 
 def label_weights(taker: StepTaker, alone: dict[str, Outcome]) -> dict[str, float]:

@@ -41,9 +41,9 @@ def judge_loss(found: Found) -> Check:
     assert worst is not None
     error, size, step = worst
     case = f"{step.step}, {found.case}"
-    if error <= found.allowed:
+    if error <= step.loss_allowed:
         meaning = "training curves do not depend on the number of ranks"
-        return Check(LOSS, "pass", error_text(error, found.allowed), meaning, case)
+        return Check(LOSS, "pass", error_text(error, step.loss_allowed), meaning, case)
     result = f"ring of {size}: {step.losses[0]:.6g}, one process {step.wanted_loss:.6g}"
     return Check(LOSS, "FAIL", result, _cause_of_loss(step, size), case)
 
@@ -67,9 +67,9 @@ def judge_tokens(found: Found) -> Check:
         return not_supported(TOKENS, "", "the adapter returns no token losses", found.case)
     size, step = max(steps, key=lambda each: each[1].row_error or 0.0)
     error, case = step.row_error or 0.0, f"{step.step}, {found.case}"
-    if error <= found.allowed:
+    if error <= step.row_allowed:
         meaning = "no position is treated differently for lying at a border of shards"
-        return Check(TOKENS, "pass", error_text(error, found.allowed), meaning, case)
+        return Check(TOKENS, "pass", error_text(error, step.row_allowed), meaning, case)
     rows = step.wrong_rows
     result = f"ring of {size}: {len(rows)} of {step.tokens} rows differ, by up to {error:.1e}"
     return Check(TOKENS, "FAIL", result, f"{_where(rows, step.tokens)}; {_unused(step)}", case)
@@ -162,22 +162,24 @@ def _judge_steps(found: Found, name: str, wanted: Callable[[str], bool], meaning
             continue
         passed += 1
         lost = math.inf if step.missing_rows or step.repeated_rows else 0.0
-        error = max(step.loss_error, step.gradient_error, lost)
+        # In units of what is allowed: losses may be allowed more than gradients.
+        error = max(step.loss_error / step.loss_allowed, step.gradient_error / found.allowed, lost)
         if worst is None or error > worst[0]:
             worst = (error, size, step)
     if worst is None:
         reason = next(iter(refused.values()), "the step was not taken")
         return not_supported(name, "", first_line(reason), found.case)
     error, size, step = worst
-    if error > found.allowed:
-        if step.loss_error > found.allowed:
+    if error > 1:
+        if step.loss_error > step.loss_allowed:
             result = f"ring of {size}: loss {step.losses[0]:.6g}, one process {step.wanted_loss:.6g}"
         elif step.gradient_error > found.allowed:
             result = f"ring of {size}: gradients off by {step.gradient_error:.1e}"
         else:
             result = f"ring of {size}: rows {ranges(step.missing_rows or step.repeated_rows)} missing or repeated"
         return Check(name, "FAIL", result, f"{step.step}: {cause}", found.case)
-    result = f"{passed} steps, {error_text(error, found.allowed)}"
+    largest, allowed = max(step.loss_error, step.gradient_error), max(step.loss_allowed, found.allowed)
+    result = f"{passed} step{'s' if passed > 1 else ''}, {error_text(largest, allowed)}"
     if refused:
         texts = "; ".join(f"{what} ({first_line(why)})" for what, why in list(refused.items())[:2])
         more = f" and {len(refused) - 2} more" if len(refused) > 2 else ""
@@ -224,10 +226,13 @@ def judge_predictions(found: Found) -> Check:
             return Check(PREDICTIONS, "FAIL", f"ring of {size}: rows in another order", cause, found.case)
     size, step = max(steps, key=lambda each: each[1].logit_error or 0.0)
     error = step.logit_error
-    if error is not None and error > found.allowed and (step.row_error or 0.0) <= found.allowed:
+    if error is not None and error > found.allowed and (step.row_error or 0.0) <= step.row_allowed:
         cause = "the losses of all rows are right, but not their logits: these belong to other positions"
         return Check(PREDICTIONS, "FAIL", f"ring of {size}: logits off by {error:.1e}", cause, found.case)
-    result = f"{step.tokens} rows, each from one rank" + ("" if error is None else f"; logits: {error:.1e}")
+    right = error is not None and error <= found.allowed
+    result = f"{step.tokens} rows, each from one rank" + (
+        f"; logits: {error_text(error or 0.0, found.allowed)}" * right
+    )
     return Check(PREDICTIONS, "pass", result, "each row is returned once, at its position", found.case)
 
 

@@ -26,7 +26,7 @@ def judge_reach(found: Found) -> Check:
     seen = 0
     for size, each in (*found.reach(packed=False), *found.reach(packed=True)):
         seen += 1
-        more, fewer = moved_differently(each, found.allowed, same_document=True)
+        more, fewer = moved_differently(each)
         if more or fewer:
             result = f"ring of {size}: the token at {each.position} moves {len(more)} rows more, {len(fewer)} fewer"
             return Check(REACHES, "FAIL", result, _cause_of_reach(each, more, fewer), found.case)
@@ -36,10 +36,9 @@ def judge_reach(found: Found) -> Check:
     return Check(REACHES, "pass", f"{seen} changed tokens move the same rows", meaning, found.case)
 
 
-def moved_differently(each: ReachComparison, allowed: float, *, same_document: bool) -> tuple[list[int], list[int]]:
-    """Rows that move on the ring only, and rows that move on one process only."""
-    limit = allowed * max(*each.alone, 1e-30)
-    inside = {row for row in each.rows if same_document == (row in document_of(each))}
+def moved_differently(each: ReachComparison) -> tuple[list[int], list[int]]:
+    """Rows of the same document that move on the ring only, and those that move on one process only."""
+    limit, inside = each.allowed, document_of(each)
     rows = [(row, a, b) for row, a, b in zip(each.rows, each.alone, each.ring, strict=True) if row in inside]
     more = [row for row, a, b in rows if b > limit and a <= _FAR * limit]
     fewer = [row for row, a, b in rows if a > limit and b <= _FAR * limit]
@@ -69,9 +68,8 @@ def judge_documents(found: Found) -> Check:
     seen = 0
     for size, each in sorted(found.reach(packed=True, alone=True), key=lambda pair: pair[0]):
         seen += 1
-        limit = found.allowed * max(*each.alone, 1e-30)
         own = document_of(each)
-        leaks = [row for row, b in zip(each.rows, each.ring, strict=True) if row not in own and b > limit]
+        leaks = [row for row, b in zip(each.rows, each.ring, strict=True) if row not in own and b > each.allowed]
         if leaks:
             where = "one process" if size == 1 else f"ring of {size}"
             result = f"{where}: the token at {each.position} moves rows {ranges(leaks)} of other documents"
@@ -100,7 +98,7 @@ def judge_labels(found: Found) -> Check:
         factor = base.losses[0] / base.wanted_loss
         scaled = scale_cause(factor, size)
         error = abs(step.losses[0] / (factor if scaled else 1.0) - step.wanted_loss) / abs(step.wanted_loss)
-        if not error <= found.allowed:
+        if not error <= step.loss_allowed:
             wrong.append((size, step, error))
     if not seen:
         return not_supported(LABEL_COUNTS, "", "the adapter refused targets of -100", found.case)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ringspan.tools.verify.check import ByRing, Check, Failed
 from ringspan.tools.verify.run import LocalRanks, Ranks
+from ringspan.tools.verify.verify_page import with_reasons
 from ringspan.tools.verify_training.adapter import AdapterFactory
 from ringspan.tools.verify_training.batches import TrainingSettings, rounded_tokens
 from ringspan.tools.verify_training.compare import measure_training
@@ -32,12 +33,14 @@ class TrainingReport:
     def sentence(self) -> str:
         """The result in one sentence."""
         failing = [check for check in self.checks if check.verdict == "FAIL"]
-        rings = ", ".join(map(str, self.measured))
+        where = f"on rings of {', '.join(map(str, self.measured))}: {self.settings.target}, up to "
+        where += f"{self.settings.long_tokens:,} tokens."
         if failing:
-            names = ", ".join(f'"{check.name}"' for check in self.causes)
-            return f"{len(failing)} of {len(self.checks)} checks fail on rings of {rings}. Causes: {names}."
+            causes = "; ".join(f'"{check.name}": {check.reason}' for check in self.causes)
+            return f"{len(failing)} of {len(self.checks)} checks fail {where} Likely cause: {causes}."
         passing = sum(check.verdict == "pass" for check in self.checks)
-        return f"{passing} of {len(self.checks)} checks pass on rings of {rings}."
+        rest = "".join(with_reasons(self.checks, verdict) for verdict in ("not measured", "not supported"))
+        return f"{passing} of {len(self.checks)} checks pass {where}{rest}"
 
 
 def settings_for_training(

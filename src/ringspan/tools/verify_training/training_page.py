@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from ringspan.tools.verify_training.rings import TrainingReport
 
-_BLUE, _RED, _ORANGE, _GREY = "#0072B2", "#D55E00", "#E69F00", "#DDDDDD"
+_BLUE, _RED, _ORANGE = "#0072B2", "#B2182B", "#E69F00"
 _MAX_PARAMETERS = 24  # shown in the picture of gradient errors
 _NOT_LOOKED_AT = (
     "Not looked at: the optimizer, data loading, checkpoints, dropout, mixed precision other than the dtype above, "
@@ -36,21 +36,21 @@ def make_training_page(report: TrainingReport, command: str, versions: str = "")
     rings = ", ".join(map(str, report.measured))
     parts: list[Table | Picture] = [Table(f"Checks on rings of {rings}", check_rows(checks), ran, False, (0, 1, 2))]
     steps = {size: ranks[0].get("steps", []) for size, ranks in report.measured.items() if size > 1}
-    if any(steps.values()):
-        text = "Errors are relative to one process: of the loss, and of the gradient of the worst parameter."
-        parts.append(Table("Steps", step_rows(steps), text, details=True))
-        parts.append(Table("Each rank", cost_rows(report.measured, settings.long_tokens), "", details=True))
     if failing & {REACHES, DOCUMENTS}:
         size, reach = _worst_reach(report)
         caption = (
             f"Which rows move when one token changes, on a ring of {size}. Red rows move and must not; orange rows "
             "move on one process, but not on the ring. Lines separate documents."
         )
-        parts.append(Picture("training_reach", draw_reach(reach, size, _allowed(report)), caption))
+        parts.append(Picture("training_reach", draw_reach(reach, size), caption))
     if GRADIENTS in failing:
         size, step = _worst_gradients(steps)
         caption = f"Relative error of the gradient of each parameter on a ring of {size}; the line is what is allowed."
         parts.append(Picture("training_gradients", draw_gradients(step, size, _allowed(report)), caption))
+    if any(steps.values()):
+        text = "Errors are relative to one process: of the loss, and of the gradient of the worst parameter."
+        parts.append(Table("Steps", step_rows(steps), text, details=True))
+        parts.append(Table("Each rank", cost_rows(report.measured, settings.long_tokens), "", details=True))
     return Page(
         title=f"ringspan verify --training: {settings.target}",
         sentence=report.sentence,
@@ -101,19 +101,18 @@ def _mebibytes(cost: Cost) -> str:
 
 def _worst_reach(report: TrainingReport) -> tuple[int, list[ReachComparison]]:
     """The smallest ring on which rows move differently, with its changed tokens in packed documents if they leak."""
-    allowed = _allowed(report)
     for size, ranks in sorted(report.measured.items()):
         for packed in (True, False):
             reach = [each for each in ranks[0].get("reach", []) if (len(each.lengths) > 1) == packed]
-            if any({"more", "fewer"} & {*_colours(each, allowed)} for each in reach):
+            if any({"more", "fewer"} & {*_colours(each)} for each in reach):
                 return size, reach
     size = max(report.measured)
     return size, report.measured[size][0].get("reach", [])
 
 
-def _colours(each: ReachComparison, allowed: float) -> list[str]:
+def _colours(each: ReachComparison) -> list[str]:
     """For each observed row: still, moves, more (on the ring only) or fewer (on one process only)."""
-    limit, own = allowed * max(*each.alone, 1e-30), document_of(each)
+    limit, own = each.allowed, document_of(each)
     found = []
     for row, alone, ring in zip(each.rows, each.alone, each.ring, strict=True):
         should = alone > limit and row in own
@@ -121,7 +120,7 @@ def _colours(each: ReachComparison, allowed: float) -> list[str]:
     return found
 
 
-def draw_reach(reach: list[ReachComparison], size: int, allowed: float) -> Figure:
+def draw_reach(reach: list[ReachComparison], size: int) -> Figure:
     """One line for each changed token: the rows that move."""
     from matplotlib.colors import ListedColormap  # noqa: PLC0415
     from matplotlib.figure import Figure  # noqa: PLC0415
@@ -130,7 +129,7 @@ def draw_reach(reach: list[ReachComparison], size: int, allowed: float) -> Figur
     tokens = max(sum(each.lengths) for each in reach)
     image = [[0] * tokens for _ in reach]
     for line, each in zip(image, reach, strict=True):
-        for row, kind in zip(each.rows, _colours(each, allowed), strict=True):
+        for row, kind in zip(each.rows, _colours(each), strict=True):
             line[row] = kinds.index(kind)
     figure = Figure(figsize=(9, 1.2 + 0.26 * len(reach)), layout="constrained")
     axis = figure.subplots()
