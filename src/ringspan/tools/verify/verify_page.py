@@ -54,12 +54,12 @@ def headline(checks: Sequence[Check], name: str, sizes: Sequence[int]) -> str:
         return f"{len(failing)} of {len(checks)} checks fail {where} Failing: {names}."
     passing = sum(check.verdict == "pass" for check in checks)
     first = f"All {passing} checks" if passing == len(checks) else f"{passing} of {len(checks)} checks"
-    rest = "".join(_with_reasons(checks, verdict) for verdict in ("not measured", "not supported"))
+    rest = "".join(with_reasons(checks, verdict) for verdict in ("not measured", "not supported"))
     doubt = " No check fails, but an essential one could not be measured here." if status(checks) == INCOMPLETE else ""
     return f"{first} pass {where}{doubt}{rest}"
 
 
-def _with_reasons(checks: Sequence[Check], verdict: str) -> str:
+def with_reasons(checks: Sequence[Check], verdict: str) -> str:
     """A sentence that names the checks with this verdict, grouped by reason; empty if there are none."""
     by_reason: dict[str, list[str]] = {}
     for check in checks:
