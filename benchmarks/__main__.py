@@ -40,13 +40,14 @@ SUITES = {
     "one_device": Entry("One device: speed and memory against the bare kernel and torch", 9, 30, "docs/benchmarks.md"),
     "ring": Entry("Rings: speed-up, other rings, memory, bytes, error", 9, 30, "docs/ring_results.md"),
     "results": Entry("Trials of ringspan and its alternatives over lengths and ring sizes", 7, 20, "docs/results.md"),
-    "training": Entry("Training: long sequences, speed-up, context, resuming", 9, 40, "docs/training_results.md"),
+    "training": Entry("Training: long sequences, speed-up, context, resuming", 5, 40, "docs/training_results.md"),
     "decoding": Entry("Decoding: time and memory per token with a bounded cache", 3, 7, "docs/decoding.md"),
     "hilbert": Entry("Token orders of grids: locality, traffic, cost", 6, 15, "docs/hilbert.md"),
     "slides": Entry("Slides: orders of tiles, learning across ranks, a large slide", 7, 18, "docs/slide_orders.md"),
     "faults": Entry("Training runs killed at scripted and random points", 5, 20, "docs/faults.md"),
     "fuzz": Entry("Damaged checkpoints, settings and models", 1, 5, "docs/faults.md"),
     "faulty_rings": Entry("`ringspan verify` on twelve faulty rings", 8, 25, "docs/verify.md"),
+    "trainers": Entry("`ringspan verify --training` on own, other and faulty trainers", 10, 10, "docs/trainers.md"),
     "scale": Entry("Growth with length and ring size, and limits of real hardware", 7, 60, "docs/scale.md"),
     "transformers_models": Entry(
         "Transformers model types against eager attention", 4, 15, "docs/transformers_models.md"

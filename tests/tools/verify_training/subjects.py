@@ -6,9 +6,12 @@ every fault does nothing, as in the reports that they are taken from.
 
 from __future__ import annotations
 
+import random
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +20,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ringspan.testing import Batch, StepResult
+from ringspan.tools.verify.check import ByRing, Check
+from ringspan.tools.verify.run import LocalRanks
+from ringspan.tools.verify_training.batches import TrainingSettings
+from ringspan.tools.verify_training.compare import measure_training
+from ringspan.tools.verify_training.judge import judge_training
+from ringspan.tools.verify_training.rings import settings_for_training
 
 VOCAB, WIDTH, HEADS, IGNORED = 64, 16, 2, -100
+Options = dict[str, Any]  # of a Subject
 
 
 class GatherRows(torch.autograd.Function):
@@ -118,15 +128,16 @@ class Subject:
             kind = "own" if self.wrong == "gradients_of_remote_keys_lost" else "sum"
             if self.wrong == "sends_16_bits" and self.dtype != torch.float64:
                 k, v = k + (k.bfloat16().to(k.dtype) - k).detach(), v + (v.bfloat16().to(v.dtype) - v).detach()
-            k, v = (GatherRows.apply(y, counts, self.rank, self.group, kind) for y in (k, v))
-        q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in (q, k, v))
+            k, v = (GatherRows.apply(y, counts, self.rank, self.group, kind) for y in (k, v))  # type: ignore[no-untyped-call]
+        q, k, v = (y.view(*y.shape[:2], HEADS, WIDTH // HEADS).transpose(1, 2) for y in (q, k, v))
         scores = (q @ k.transpose(-1, -2)).masked_fill(~allowed, -torch.inf)
         if self.sinks and self.wrong != "sinks_dropped":
             sink = self.weights[f"layers.{layer}.sinks"][:, None, None].expand(*scores.shape[:-1], 1)
             weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
         else:
             weights = scores.softmax(-1)
-        return (weights @ v).transpose(1, 2).flatten(2) @ self.weights[f"layers.{layer}.out"]
+        out: Tensor = (weights @ v).transpose(1, 2).flatten(2) @ self.weights[f"layers.{layer}.out"]
+        return out
 
     def reduced(self, x: Tensor) -> Tensor:
         x = x.clone()
@@ -137,6 +148,9 @@ class Subject:
         """Of this rank's rows, with how often each counts; logits and positions."""
         logits, mine = self.logits(batch)
         targets = batch.targets[:, mine]
+        if self.wrong == "labels_shifted_in_shards":  # the next token of the shard, instead of the sequence
+            shifted = F.pad(batch.tokens[:, mine][:, 1:], (0, 1), value=IGNORED)
+            targets = torch.where(targets == IGNORED, targets, shifted)
         counted = (targets != IGNORED).to(self.dtype)
         if self.wrong == "border_labels_lost" and len(mine):
             counted[:, -1] = 0.0
@@ -191,7 +205,7 @@ class Subject:
             mine = torch.arange(len(mine)) + sum(counts[: self.rank])
         if self.wrong == "predictions_of_rank_0" and self.rank:
             mine = torch.full_like(mine, -1)
-        rows = (losses * (batch.targets[:, self.positions(batch.n, self.rank)] != IGNORED)).detach()
+        rows = losses.detach()
         return replace(result, token_losses=rows, logits=logits.detach(), positions=mine)
 
     def loss_factor(self) -> float:
@@ -217,6 +231,8 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "sinks_dropped": ({"sinks": True}, "the loss of each token is that of one process"),
     "border_labels_lost": ({}, "every label counts once"),
     "border_labels_doubled": ({}, "every label counts once"),
+    "labels_shifted_in_shards": ({}, "every label counts once"),
+    "labels_shifted_in_zigzag": ({"layout": "zigzag", "fault": "labels_shifted_in_shards"}, "every label counts once"),
     "mean_of_means": ({}, "every label counts once"),
     "loss_scaled": ({}, "the loss is that of one process"),
     "gradients_scaled": ({}, "the gradients are those of one process"),
@@ -240,8 +256,45 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
 honest = partial(Subject)
 
 
+def options_of(name: str) -> Options:
+    return {"fault": name, **FAULTS[name][0]}
+
+
 def __getattr__(name: str) -> Any:
     """Each fault is a factory of this name."""
     if name in FAULTS:
-        return partial(Subject, fault=name, **FAULTS[name][0])
+        return partial(Subject, **options_of(name))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def measure_all(group: Any, device: Any, settings: TrainingSettings, subjects: list[Options], folder: str) -> Any:
+    """One launch serves all subjects; each has a reference of its own."""
+    found = []
+    for i, options in enumerate(subjects):
+        own = Path(folder, str(i))
+        own.mkdir(exist_ok=True)
+        found.append(measure_training(group, device, settings, partial(Subject, **options), str(own)))
+    return found
+
+
+def checks_of_all(subjects: list[Options], sizes: tuple[int, ...], seed: int = 0) -> list[list[Check]]:
+    """The checks of each subject; one launch of each ring serves all of them."""
+    settings = settings_for_training("subject", sizes, long_tokens=256, seed=seed)
+    measured: list[ByRing] = [{} for _ in subjects]
+    with tempfile.TemporaryDirectory() as folder:
+        for size in sizes:
+            ranks = LocalRanks(800.0).run(size, measure_all, settings, subjects, folder)
+            for i, by_ring in enumerate(measured):
+                by_ring[size] = [values[i] for values in ranks]
+    return [judge_training(by_ring, settings) for by_ring in measured]
+
+
+def random_subject(rng: random.Random) -> Options:
+    """The options of an honest trainer."""
+    return {
+        "layout": rng.choice(["contiguous", "zigzag"]),
+        "window": rng.choice([0, 0, 3, 10, 40]),
+        "sinks": rng.random() < 0.5,
+        "layers": rng.randint(1, 3),
+        "returns_rows": rng.random() < 0.7,
+    }

@@ -28,17 +28,24 @@ def test_longnet_passes_every_check() -> None:
     assert len(report.checks) == len(CHECKS)
 
 
-def test_the_command_writes_a_report_with_pictures_of_what_failed(tmp_path: Path) -> None:
-    arguments = ["verify", "--training", f"{SUBJECTS}:documents_leak", "--ranks", "2", "--tokens", "256"]
+@pytest.mark.parametrize(
+    ("name", "cause", "picture"),
+    [
+        ("documents_leak", "documents do not see each other", "training_reach"),
+        ("gradients_scaled", "the gradients are those of one process", "training_gradients"),
+    ],
+)
+def test_the_command_writes_a_report_with_a_picture_of_what_failed(
+    name: str, cause: str, picture: str, tmp_path: Path
+) -> None:
+    arguments = ["verify", "--training", f"{SUBJECTS}:{name}", "--ranks", "2", "--tokens", "256"]
     done = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path)])
     assert done.exit_code == 1
-    assert 'Likely cause: "documents do not see each other": packed' in " ".join(done.output.split())
-    text = (tmp_path / "verify_training.md").read_text()
-    assert "must not" in text
-    assert (tmp_path / "figures" / "training_reach.png").exists()
-    assert (tmp_path / "figures" / "training_gradients.png").exists()
+    assert f'Likely cause: "{cause}": ' in " ".join(done.output.split())
+    assert [path.stem for path in (tmp_path / "figures").iterdir()] == [picture]
+    assert f"figures/{picture}.png" in (tmp_path / "verify_training.md").read_text()
     document = json.loads((tmp_path / "verify_training.json").read_text())
-    assert document["causes"] == ["documents do not see each other"]
+    assert document["causes"] == [cause]
     assert document["verdict"] == "FAIL"
 
 
@@ -60,7 +67,11 @@ def test_one_process_is_not_a_ring(tmp_path: Path) -> None:
 def test_the_helper_raises_with_the_cause() -> None:
     with pytest.raises(AssertionError, match="mean of the means"):
         rt.assert_training_is_exact(f"{SUBJECTS}:mean_of_means")
-    rt.assert_training_is_exact(f"{SUBJECTS}:mean_of_means", skip=["every label counts once"])
+    with pytest.raises(AssertionError, match="follows from"):  # consequences are not skipped
+        rt.assert_training_is_exact(f"{SUBJECTS}:mean_of_means", skip=["every label counts once"])
+    rt.assert_training_is_exact(f"{SUBJECTS}:order_of_sums_changes", skip=["two runs give the same bits"])
+    with pytest.raises(ValueError, match="must be the name of a check"):
+        rt.assert_training_is_exact(f"{SUBJECTS}:honest", skip=["two runs"])
 
 
 class Raises:
@@ -74,7 +85,7 @@ class Raises:
 def test_an_adapter_that_raises_fails_with_its_reason() -> None:
     report = rt.verify_training(Raises, ranks=(1, 2))
     assert [check.verdict for check in report.checks] == ["FAIL"]
-    assert "no step yet" in report.checks[0].reason
+    assert "no step yet (test_adapters.py, line" in report.checks[0].reason
 
 
 def test_unknown_targets_are_errors_of_the_command() -> None:

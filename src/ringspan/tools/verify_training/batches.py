@@ -68,6 +68,15 @@ def with_targets_in(batch: Batch, rows: Tensor | Sequence[int]) -> Batch:
     return replace(batch, targets=kept)
 
 
+def with_equal_labels(batch: Batch, settings: TrainingSettings) -> Batch:
+    """As many targets in every shard of every ring: none in the last row of each.
+
+    So this step is right even if labels at borders are lost, or the loss is a mean of the means of ranks.
+    """
+    span = batch.n // settings.spans
+    return with_targets_in(batch, [row for row in range(batch.n) if (row + 1) % span])
+
+
 def with_token_changed(batch: Batch, position: int, vocab_size: int) -> Batch:
     """Another token at one position, in all sequences. The targets stay."""
     tokens = batch.tokens.clone()

@@ -7,7 +7,6 @@ here.
 from __future__ import annotations
 
 import math
-import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,6 +28,7 @@ from ringspan.tools.verify_training.steps import (
     REACH,
     Outcome,
     StepTaker,
+    describe_error,
     relative_error,
     take_all_steps,
     whole_gradient,
@@ -128,8 +128,7 @@ def measure_training(
             measured["label_weights"] = label_weights(taker, alone)
         measured["rounding"] = measure_rounding(taker, settings, factory, group, reference, dtype)
     except Exception as error:
-        text = "".join(traceback.format_exception_only(error)).strip()
-        measured["failed"] = Failed(text)
+        measured["failed"] = Failed(describe_error(error))
     return measured
 
 
@@ -264,17 +263,13 @@ def label_weights(taker: StepTaker, alone: dict[str, Outcome]) -> dict[str, floa
 
     The loss of two rows is (w a + b) / (w + 1) if the first counts w times.
     """
-    rows = alone[BASE].rows
-    if rows is None:
-        return {}
-    counted = rows.mean(0)
     weights = {}
     for name, found in taker.outcomes.items():
-        row = name.removeprefix(LABELS + "row ")
-        if row == name or not found.losses:
-            continue
-        a, b, loss = counted[int(row)].item(), counted[anchor_row(len(counted))].item(), found.losses[0]
-        weights[row] = (loss - b) / (a - loss) if a != loss else math.inf
+        row, rows = name.removeprefix(f"{LABELS}row "), alone[name].rows
+        if row != name and found.losses and rows is not None:
+            counted, loss = rows.mean(0), found.losses[0]
+            a, b = counted[int(row)].item(), counted[anchor_row(len(counted))].item()
+            weights[row] = (loss - b) / (a - loss) if a != loss else math.inf
     return weights
 
 

@@ -13,6 +13,7 @@ from ringspan.tools.verify.check import ByRing, Check
 from ringspan.tools.verify_training.batches import TrainingSettings
 from ringspan.tools.verify_training.compare import ReachComparison, StepComparison, allowed_error
 
+RUNS = "the trainer runs"
 LOSS = "the loss is that of one process"
 TOKENS = "the loss of each token is that of one process"
 GRADIENTS = "the gradients are those of one process"
@@ -39,14 +40,15 @@ EXPLAINED_BY: Mapping[str, tuple[str, ...]] = {
     TOKENS: (REACHES, DOCUMENTS, PREDICTIONS),
     REACHES: (PREDICTIONS,),
     DOCUMENTS: (PREDICTIONS,),
-    GRADIENTS: (LABEL_COUNTS, REACHES, DOCUMENTS, TOKENS, LOSS, REPLICAS),
-    NORM: (LABEL_COUNTS, REACHES, DOCUMENTS, TOKENS, LOSS, GRADIENTS),
+    GRADIENTS: (REACHES, DOCUMENTS, TOKENS, LOSS, REPLICAS),
+    NORM: (REACHES, DOCUMENTS, TOKENS, LOSS, GRADIENTS),
     EVALUATION: (LABEL_COUNTS, REACHES, DOCUMENTS, TOKENS, LOSS),
     LABEL_COUNTS: (REACHES, TOKENS),
     ODD: (PREDICTIONS, LABEL_COUNTS, REACHES, TOKENS, LOSS, GRADIENTS, REPLICAS),
     MIXES: (PREDICTIONS, LABEL_COUNTS, REACHES, DOCUMENTS, TOKENS, LOSS, GRADIENTS, REPLICAS, ODD),
     ACCUMULATION: (LABEL_COUNTS, REACHES, TOKENS, LOSS, GRADIENTS, REPLICAS),
     CLIPPING: (LABEL_COUNTS, REACHES, TOKENS, LOSS, GRADIENTS, REPLICAS, NORM),
+    MEMORY: (DUPLICATES, BALANCE),
     ROUNDING: (LABEL_COUNTS, REACHES, TOKENS, LOSS, GRADIENTS, REPLICAS),
 }
 

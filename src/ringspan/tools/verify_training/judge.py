@@ -8,7 +8,7 @@ from dataclasses import replace
 from ringspan.tools.verify.check import ByRing, Check, Failed
 from ringspan.tools.verify_training import judge_cost, judge_numbers, judge_reach
 from ringspan.tools.verify_training.batches import TrainingSettings
-from ringspan.tools.verify_training.findings import EXPLAINED_BY, LOSS, Found
+from ringspan.tools.verify_training.findings import EXPLAINED_BY, LABEL_COUNTS, LOSS, REACHES, RUNS, TOKENS, Found
 
 CHECKS: tuple[Callable[[Found], Check], ...] = (
     judge_numbers.judge_loss,
@@ -33,32 +33,38 @@ CHECKS: tuple[Callable[[Found], Check], ...] = (
 )
 
 
+_FOLLOWS = "follows from "
+
+
 def judge_training(measured: ByRing, settings: TrainingSettings) -> list[Check]:
-    """All checks, in the order of the report."""
+    """All checks, in the order of the report; a single one if the trainer did not run, or if there is no ring."""
+    case = f"{settings.tokens} tokens"
     for size, ranks in measured.items():
         for rank, values in enumerate(ranks):
             failed = values.get("failed")
             if isinstance(failed, Failed):
-                reason = f"rank {rank} of {size}: {failed.reason}"
-                return [Check(LOSS, "FAIL", "not measured", reason, f"{settings.tokens} tokens")]
+                return [Check(RUNS, "FAIL", "not measured", f"rank {rank} of {size}: {failed.reason}", case)]
     found = Found(measured, settings)
     if not found.rings:
         reason = "only one process was measured: there is no ring to compare"
         return [Check(LOSS, "not measured", "", reason, found.case)]
     checks = [judge(found) for judge in CHECKS]
     failing = {check.name for check in checks if check.verdict == "FAIL"}
-    return [_with_explanation(check, failing) for check in checks]
+    explained = dict(EXPLAINED_BY)
+    if judge_numbers.only_labels_are_wrong(found):
+        explained |= {TOKENS: (LABEL_COUNTS, *explained[TOKENS]), LABEL_COUNTS: (REACHES,)}
+    return [
+        _with_explanation(check, [name for name in explained.get(check.name, ()) if name in failing])
+        for check in checks
+    ]
 
 
 def roots(checks: Iterable[Check]) -> list[Check]:
     """The failing checks that no other failing check explains."""
-    failing = [check for check in checks if check.verdict == "FAIL"]
-    names = {check.name for check in failing}
-    return [check for check in failing if not names.intersection(EXPLAINED_BY.get(check.name, ()))]
+    return [check for check in checks if check.verdict == "FAIL" and not check.reason.startswith(_FOLLOWS)]
 
 
-def _with_explanation(check: Check, failing: set[str]) -> Check:
-    causes = [name for name in EXPLAINED_BY.get(check.name, ()) if name in failing]
+def _with_explanation(check: Check, causes: list[str]) -> Check:
     if check.verdict != "FAIL" or not causes:
         return check
-    return replace(check, reason=f'follows from "{causes[0]}"')
+    return replace(check, reason=f'{_FOLLOWS}"{causes[0]}"')

@@ -6,6 +6,7 @@ import math
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from ringspan.tools.verify_training.batches import (
     lengths_text,
     make_batch,
     odd_lengths,
+    with_equal_labels,
     with_targets_in,
     with_token_changed,
 )
@@ -53,8 +55,23 @@ class Outcome:
     replicas_differ: float = 0.0  # the largest difference of a gradient between two ranks, relative
     rows: Tensor | None = None  # (batch, n), the loss of each row; NaN if no rank returned it
     returned: Tensor | None = None  # (n,), how many ranks returned each row
-    logits: Tensor | None = None  # (batch, n, vocabulary)
+    logits: Tensor | None = None  # (batch, n), a fixed combination of the logits of each row
     refused: str = ""  # what every rank raised
+
+
+def describe_error(error: Exception) -> str:
+    """The error, and where it was raised, outside of this package."""
+    text = "".join(traceback.format_exception_only(error)).strip()
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).parent != Path(__file__).parent]
+    ends = frames[:1] + frames[1:][-1:]
+    places = [f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}" for frame in ends]
+    return f"{text} ({'; '.join(places)})" if places else text
+
+
+def _checked(result: StepResult) -> StepResult:
+    if not isinstance(result, StepResult):
+        raise TypeError(f"step() returned {type(result).__name__}: must return a ringspan.testing.StepResult")
+    return result
 
 
 class StepTaker:
@@ -83,7 +100,7 @@ class StepTaker:
         except UnsupportedError as refusal:
             error = str(refusal)
         except Exception as raised:  # a trainer may raise anything
-            error = "".join(traceback.format_exception_only(raised)).strip()
+            error = describe_error(raised)
         errors = self.all_gather(error)
         if any(errors) and not all(errors):
             rank = next(rank for rank, text in enumerate(errors) if text)
@@ -92,7 +109,7 @@ class StepTaker:
 
     def take(self, name: str, *batches: Batch, max_norm: float | None = None, in_full: bool = False) -> Outcome:
         """Take a step and keep its outcome under this name; ``in_full``, also logits and the gradients of all ranks."""
-        result, refused = self.run(lambda: self.adapter.step(list(batches), max_norm=max_norm))
+        result, refused = self.run(lambda: _checked(self.adapter.step(list(batches), max_norm=max_norm)))
         found = Outcome(refused=refused) if refused else self._gather(result, batches[0], in_full)
         self.outcomes[name], self.batches[name] = found, batches[0]
         return found
@@ -103,7 +120,7 @@ class StepTaker:
             "norm": None if result.gradient_norm is None else float(result.gradient_norm),
             "positions": None if result.positions is None else result.positions.tolist(),
             "rows": _listed(result.token_losses),
-            "logits": _listed(result.logits) if in_full else None,
+            "logits": None if result.logits is None else _listed(_combined(result.logits)),
         }
         by_rank = self.all_gather(mine)
         gradients = {name: whole_gradient(gradient) for name, gradient in result.gradients.items()}
@@ -138,8 +155,10 @@ class StepTaker:
 
     def observe(self, name: str, batch: Batch) -> None:
         """Take a step for the losses of its rows: all of them, or some, one by one, if the adapter returns none."""
-        if self.outcomes[BASE].rows is not None:
-            self.take(name, batch)
+        first = self.outcomes[BASE]
+        if first.rows is not None or first.logits is not None:
+            found = self.take(name, batch)
+            found.rows = found.rows if found.logits is None else found.logits  # rows without a target move too
             return
         targeted = (batch.targets[0] != IGNORED).nonzero()[:, 0]
         chosen = targeted[torch.linspace(0, len(targeted) - 1, _OBSERVED_ROWS).long()].unique().tolist()
@@ -149,6 +168,13 @@ class StepTaker:
             rows[0, row] = found.losses[0] if found.losses else math.nan
         self.outcomes[name] = Outcome(losses=[0.0], rows=rows, refused=found.refused)
         self.batches[name] = batch
+
+
+def _combined(logits: Tensor) -> Tensor:
+    """One number for each row, which changes if any of its logits does: a vocabulary is too large to gather."""
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(logits.shape[-1], generator=generator, dtype=torch.float64)
+    return logits.detach().cpu().double() @ weights
 
 
 def _listed(x: Tensor | None) -> Any:
@@ -167,8 +193,9 @@ def _put_together(by_rank: list[dict[str, Any]], name: str, batch: Batch) -> tup
     for rank, each in enumerate(by_rank):
         values, positions = torch.tensor(each[name], dtype=torch.float64), each["positions"]
         if positions is None or values.dim() < 2 or len(positions) != values.shape[1]:
-            held = "none" if positions is None else len(positions)
-            raise ValueError(f"rank {rank}: {name} of shape {tuple(values.shape)}, but {held} positions: one per row")
+            what = "token_losses" if name == "rows" else name
+            held = "positions is missing" if positions is None else f"positions has {len(positions)}"
+            raise ValueError(f"{what} has {values.shape[1]} rows, but {held}: give the position of each row")
         if whole is None:
             whole = torch.full((len(values), batch.n, *values.shape[2:]), math.nan, dtype=torch.float64)
         for i, position in enumerate(positions):
@@ -186,14 +213,15 @@ def take_all_steps(taker: StepTaker, settings: TrainingSettings) -> None:
     """The same steps in the same order on every ring."""
     vocab = taker.vocab_size
     options: dict[str, Any] = dict(batch=settings.batch, seed=settings.seed)
-    base = make_batch([settings.tokens], vocab, **options)
+    whole = make_batch([settings.tokens], vocab, **options)
+    base = with_equal_labels(whole, settings)
     packed = make_batch(settings.documents, vocab, **options)
     first = taker.take(BASE, base, in_full=True)
     if first.refused:
         raise RuntimeError(f"every rank raised on one document of {base.n} tokens: {first.refused}")
     taker.take(AGAIN, base)
     taker.take(PACKED, packed, in_full=True)
-    for name, batch in label_batches(base, settings):
+    for name, batch in label_batches(whole, settings):
         taker.take(LABELS + name, batch)
     for lengths in odd_lengths(settings):
         taker.take(LENGTHS + lengths_text(lengths), make_batch(lengths, vocab, **options))

@@ -13,6 +13,7 @@ from ringspan.tools.verify.verify_page import BADGES, check_rows, status
 from ringspan.tools.verify_training.compare import Cost, ReachComparison, StepComparison, allowed_error
 from ringspan.tools.verify_training.findings import DOCUMENTS, GRADIENTS, REACHES
 from ringspan.tools.verify_training.judge_reach import document_of
+from ringspan.tools.verify_training.steps import BASE, PACKED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
 _BLUE, _RED, _ORANGE = "#0072B2", "#B2182B", "#E69F00"
 _MAX_PARAMETERS = 24  # shown in the picture of gradient errors
 _NOT_LOOKED_AT = (
-    "Not looked at: the optimizer, data loading, checkpoints, dropout, mixed precision other than the dtype above, "
-    "lengths beyond those above, and other devices than these."
+    "Not looked at: the optimizer, data loading, checkpoints, dropout, autocast, longer sequences and other devices."
 )
 
 
@@ -77,7 +77,7 @@ def step_rows(steps: dict[int, list[StepComparison]]) -> list[list[str]]:
         for found in steps.values():
             each = found[i] if i < len(found) else None
             if each is None or each.refused or each.refused_alone:
-                cells += ["refused", ""]
+                cells += ["not supported", ""]
             else:
                 cells += [f"{each.loss_error:.1e}", f"{each.gradient_error:.1e}" if each.gradient_errors else ""]
         rows.append(cells)
@@ -156,7 +156,8 @@ def _patch(colour: str, label: str) -> Any:
 
 
 def _worst_gradients(steps: dict[int, list[StepComparison]]) -> tuple[int, StepComparison]:
-    pairs = [(size, step) for size, found in steps.items() for step in found if step.gradient_errors]
+    plain = [(size, step) for size, found in steps.items() for step in found if step.step in (BASE, PACKED)]
+    pairs = [(size, step) for size, step in plain if step.gradient_errors]
     return max(pairs, key=lambda pair: pair[1].gradient_error)
 
 
