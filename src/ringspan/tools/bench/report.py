@@ -332,11 +332,9 @@ def outcome(summary: Summary, gain: Spread | None) -> str:
     text += f", with {mebibytes(summary.rank_bytes.median)} on the largest rank"
     text += f" and {sent} sent by the busiest." if sent else "."
     if not quiet:
-        return f"{text} Other programs disturbed every trial, so no time is given: repeat the run on an idle machine."
+        return f"{text} Other programs disturbed every trial: all times are marked †. Run it on an idle machine."
     if gain and gain.disturbed:
-        return (
-            f"{text} Other programs disturbed every round, so no speed-up is given: repeat the run on an idle machine."
-        )
+        return f"{text} Other programs disturbed every round: speed-ups are marked †. Run it on an idle machine."
     return text
 
 
