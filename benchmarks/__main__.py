@@ -47,8 +47,8 @@ SUITES = {
     "faults": Entry("Training runs killed at scripted and random points", 5, 20, "docs/faults.md"),
     "fuzz": Entry("Damaged checkpoints, settings and models", 1, 5, "docs/faults.md"),
     "faulty_rings": Entry("`ringspan verify` on twelve faulty rings", 8, 25, "docs/verify.md"),
-    "trainers": Entry("`ringspan verify --training` on own, other and faulty trainers", 10, 10, "docs/trainers.md"),
-    "scale": Entry("Growth with length and ring size, and limits of real hardware", 7, 60, "docs/scale.md"),
+    "trainers": Entry("`ringspan verify --training` on own, other and faulty trainers", 5, 15, "docs/trainers.md"),
+    "scale": Entry("Growth with length and ring size, and limits of real hardware", 5, 60, "docs/scale.md"),
     "transformers_models": Entry(
         "Transformers model types against eager attention", 4, 15, "docs/transformers_models.md"
     ),

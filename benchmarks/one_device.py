@@ -50,6 +50,7 @@ QUICK_GROWTH_ROUNDS, GROWTH_ROUNDS, LONG_GROWTH_ROUNDS = 2, 3, 9
 LONG_SHORT_ROUNDS = 3  # with --long, rounds of the shortest length for each of the longest: short calls vary more
 PEER_ROUNDS = 3
 PEER_SECONDS = 900.0
+MEMORY_TRIES = 5  # fresh processes; pages that the system reclaims before the call make its growth seem larger
 MEMORY_SHARE = 0.85  # of free memory, for one implementation
 REQUIRED_SHARE = {"forward": 0.93, "both": 0.95}
 REQUIRED_WINDOW_SHARE = 0.9
@@ -195,9 +196,9 @@ def memory(run: Measuring) -> list[dict[str, Any]]:
     results = n * HEADS * (HEAD_DIM + 1) * 4
     rows = []
     for causal in (False, True):
-        measured = in_fresh_process(memory_task, n, causal)
-        beyond = measured.peak_bytes - results
-        rows.append(dict(n=n, causal=causal, beyond_results_bytes=beyond, failure=measured.failure))
+        tries = [in_fresh_process(memory_task, n, causal) for _ in range(MEMORY_TRIES)]
+        beyond = min(each.peak_bytes for each in tries) - results
+        rows.append(dict(n=n, causal=causal, beyond_results_bytes=beyond, failure=tries[0].failure))
     return rows
 
 
@@ -347,7 +348,10 @@ def peer_table(rows: list[dict[str, Any]]) -> Table:
 def memory_table(rows: list[dict[str, Any]]) -> Table:
     cells: Rows = [["n", "causal", "beyond inputs, output and lse"]]
     cells += [[str(r["n"]), yes(r["causal"]), r["failure"] or mebibytes(r["beyond_results_bytes"], 1)] for r in rows]
-    text = f"Peak memory beyond inputs, output and lse (required: less than {REQUIRED_MEMORY_MIB} MiB)."
+    text = (
+        f"Peak memory beyond inputs, output and lse (required: less than {REQUIRED_MEMORY_MIB} MiB): the smallest growth "
+        f"of the resident size in {MEMORY_TRIES} fresh processes."
+    )
     return Table("Memory of the forward pass", cells, text)
 
 

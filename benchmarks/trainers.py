@@ -19,17 +19,18 @@ from ringspan.tools.verify_training.judge import roots
 from tests.tools.verify_training.subjects import FAULTS, checks_of_all, options_of, random_subject
 
 PREFIX = "ringspan.tools.verify_training."
-OURS: dict[str, tuple[str, ...]] = {"adapters:longnet": (), "adapters:transformers": ("transformers",)}
+OURS: dict[str, tuple[str, ...]] = {"own_trainers:longnet": (), "own_trainers:transformers": ("transformers",)}
 PEERS: dict[str, tuple[str, ...]] = {
-    "peers:torch_context_parallel": ("transformers",),
-    "peers:torch_context_parallel_window": ("transformers",),
-    "peers:accelerate_context_parallel": ("accelerate", "transformers"),
-    "peers:accelerate_context_parallel_window": ("accelerate", "transformers"),
-    "peers:ring_attention_pytorch_transformer": ("ring-attention-pytorch",),
+    "other_trainers:torch_context_parallel": ("transformers",),
+    "other_trainers:torch_context_parallel_window": ("transformers",),
+    "other_trainers:accelerate_context_parallel": ("accelerate", "transformers"),
+    "other_trainers:accelerate_context_parallel_window": ("accelerate", "transformers"),
+    "other_trainers:ring_attention_pytorch_transformer": ("ring-attention-pytorch",),
 }
 PACKAGES = OURS | PEERS  # whose versions matter, besides torch's
 TIMEOUT_SECONDS = 300  # of each ring
-HONEST = {2: 120, 3: 50, 4: 30}  # trainers by ring size
+FEW_HONEST = {2: 30, 3: 6, 4: 4}  # trainers by ring size
+HONEST = {2: 120, 3: 50, 4: 30}  # with --long
 HONEST_PER_LAUNCH = 30
 
 
@@ -61,7 +62,7 @@ def faults(run: Measuring) -> dict[str, Any]:
 def honest(run: Measuring) -> dict[str, Any]:
     """Random trainers without a fault, on rings of 2, 3 and 4: checks that fail are false alarms."""
     alarms: list[str] = []
-    counts = run.sized({2: 2}, HONEST, HONEST)
+    counts = run.sized({2: 2}, FEW_HONEST, HONEST)
     for size, count in counts.items():
         rng = random.Random(size)
         for first in range(0, count, HONEST_PER_LAUNCH):

@@ -94,7 +94,7 @@ def verify(
 
     `ringspan verify --attention ringspan.tools.peers:ring_attention_pytorch`
 
-    `ringspan verify --training ringspan.tools.verify_training.adapters:longnet`
+    `ringspan verify --training ringspan.tools.verify_training.own_trainers:longnet`
 
     `torchrun --nproc-per-node=8 -m ringspan verify`
     """

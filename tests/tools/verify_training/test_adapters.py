@@ -19,7 +19,7 @@ from tests.ranks import shares_processes
 
 pytestmark = [shares_processes(__name__), pytest.mark.timeout(900)]
 SUBJECTS = "tests.tools.verify_training.subjects"
-LONGNET = "ringspan.tools.verify_training.adapters:longnet"
+LONGNET = "ringspan.tools.verify_training.own_trainers:longnet"
 
 
 def test_longnet_passes_every_check() -> None:

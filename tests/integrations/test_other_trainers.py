@@ -15,7 +15,7 @@ from ringspan.tools.verify_training.batches import make_batch
 from tests.ranks import starts_processes
 
 pytestmark = starts_processes
-NAME = "ringspan.tools.verify_training.peers"
+NAME = "ringspan.tools.verify_training.other_trainers"
 TRANSFORMERS = (
     "torch_context_parallel",
     "torch_context_parallel_window",

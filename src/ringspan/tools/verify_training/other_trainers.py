@@ -1,6 +1,6 @@
 """Adapters for the context parallelism of other projects: what their documentation shows, around small models.
 
-ringspan verify --training ringspan.tools.verify_training.peers:ring_attention_pytorch_transformer
+ringspan verify --training ringspan.tools.verify_training.other_trainers:ring_attention_pytorch_transformer
 
 No peer is repaired or changed here. On one process, each adapter runs the same model without a ring.
 """
@@ -24,7 +24,7 @@ from ringspan.nn.cross_entropy import IGNORED
 from ringspan.runtime.device import local_device
 from ringspan.runtime.settings import missing_package
 from ringspan.tools.verify_training.adapter import Batch, StepResult, UnsupportedError
-from ringspan.tools.verify_training.adapters import VOCAB_SIZE, token_losses
+from ringspan.tools.verify_training.own_trainers import VOCAB_SIZE, token_losses
 
 _MISTRAL = dict(model_type="mistral", sliding_window=16)
 

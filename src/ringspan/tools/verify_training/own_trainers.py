@@ -1,7 +1,7 @@
 """Ready adapters: ringspan's own LongNet, and a Transformers model with windows, sinks and packing over ringspan.
 
-ringspan verify --training ringspan.tools.verify_training.adapters:longnet
-ringspan verify --training ringspan.tools.verify_training.adapters:transformers
+ringspan verify --training ringspan.tools.verify_training.own_trainers:longnet
+ringspan verify --training ringspan.tools.verify_training.own_trainers:transformers
 """
 
 from __future__ import annotations
