@@ -50,7 +50,7 @@ QUICK_GROWTH_ROUNDS, GROWTH_ROUNDS, LONG_GROWTH_ROUNDS = 2, 3, 9
 LONG_SHORT_ROUNDS = 3  # with --long, rounds of the shortest length for each of the longest: short calls vary more
 PEER_ROUNDS = 3
 PEER_SECONDS = 900.0
-MEMORY_TRIES = 5  # fresh processes; pages that the system reclaims before the call make its growth seem larger
+MEMORY_TRIES = 5  # fresh processes: pages that the system reclaims before a call make its growth seem larger
 MEMORY_SHARE = 0.85  # of free memory, for one implementation
 REQUIRED_SHARE = {"forward": 0.93, "both": 0.95}
 REQUIRED_WINDOW_SHARE = 0.9
@@ -349,8 +349,8 @@ def memory_table(rows: list[dict[str, Any]]) -> Table:
     cells: Rows = [["n", "causal", "beyond inputs, output and lse"]]
     cells += [[str(r["n"]), yes(r["causal"]), r["failure"] or mebibytes(r["beyond_results_bytes"], 1)] for r in rows]
     text = (
-        f"Peak memory beyond inputs, output and lse (required: less than {REQUIRED_MEMORY_MIB} MiB): the smallest growth "
-        f"of the resident size in {MEMORY_TRIES} fresh processes."
+        f"Peak memory beyond inputs, output and lse (required: less than {REQUIRED_MEMORY_MIB} MiB): the smallest "
+        f"growth of the resident size in {MEMORY_TRIES} fresh processes."
     )
     return Table("Memory of the forward pass", cells, text)
 
