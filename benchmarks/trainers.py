@@ -97,7 +97,12 @@ def missed(found: dict[str, Any]) -> list[str]:
 def error_of(found: dict[str, Any]) -> str:
     """What was raised before anything could be compared, or an empty string."""
     return next(
-        (" ".join(check["reason"].split()) for check in found["checks"] if check["result"] == "not measured"), ""
+        (
+            " ".join(check["reason"].split()).replace("](", "] (")
+            for check in found["checks"]
+            if check["result"] == "not measured"
+        ),
+        "",
     )
 
 

@@ -53,7 +53,9 @@ def verify(
     training: Annotated[
         str,
         typer.Option(
-            metavar="MODULE:NAME", help="Verify whole training steps of an adapter: see docs/verify_training.md."
+            metavar="MODULE:NAME",
+            help="Verify whole training steps of an adapter: see docs/verify_training.md.",
+            show_default="none",
         ),
     ] = "",
     layout: Annotated[str, typer.Option(help="zigzag or contiguous; for ringspan only.")] = "zigzag",

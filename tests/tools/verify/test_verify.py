@@ -118,7 +118,7 @@ def failing(checks: dict[str, Check]) -> dict[str, str]:
         (PATTERN, "zigzag"),
         pytest.param(Window(100), "zigzag", marks=pytest.mark.slow),
         pytest.param(Window(64, right=16, dilation=4), "contiguous", marks=pytest.mark.slow),
-        (Window(30) + Dilated((256, 2048), (4, 16)), "contiguous"),
+        pytest.param(Window(30) + Dilated((256, 2048), (4, 16)), "contiguous", marks=pytest.mark.slow),
     ],
 )
 def test_ringspan_passes(pattern: Pattern, layout: Any) -> None:

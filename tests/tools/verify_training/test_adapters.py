@@ -22,6 +22,7 @@ SUBJECTS = "tests.tools.verify_training.subjects"
 LONGNET = "ringspan.tools.verify_training.own_trainers:longnet"
 
 
+@pytest.mark.slow
 def test_longnet_passes_every_check() -> None:
     report = rt.verify_training(LONGNET, ranks=(1, 2), tokens=512)
     assert {check.name: check.reason for check in report.checks if check.verdict != "pass"} == {}
@@ -49,6 +50,7 @@ def test_the_command_writes_a_report_with_a_picture_of_what_failed(
     assert document["verdict"] == "FAIL"
 
 
+@pytest.mark.slow
 def test_the_ranks_of_torchrun_are_verified(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "ringspan"]
     command += ["verify", "--training", f"{SUBJECTS}:honest", "--tokens", "256", "--json", "--out", str(tmp_path)]
@@ -69,7 +71,6 @@ def test_the_helper_raises_with_the_cause() -> None:
         rt.assert_training_is_exact(f"{SUBJECTS}:mean_of_means")
     with pytest.raises(AssertionError, match="follows from"):  # consequences are not skipped
         rt.assert_training_is_exact(f"{SUBJECTS}:mean_of_means", skip=["every label counts once"])
-    rt.assert_training_is_exact(f"{SUBJECTS}:order_of_sums_changes", skip=["two runs give the same bits"])
     with pytest.raises(ValueError, match="must be the name of a check"):
         rt.assert_training_is_exact(f"{SUBJECTS}:honest", skip=["two runs"])
 

@@ -19,8 +19,7 @@ pytestmark = [shares_processes(__name__), pytest.mark.timeout(900)]
 # Those of public reports; `make test-all` runs all.
 FAST = (
     *("documents_leak", "window_becomes_full", "sinks_dropped", "labels_shifted_in_shards", "mean_of_means"),
-    *("loss_scaled", "gradients_scaled", "evaluates_own_rows", "odd_tokens_dropped", "order_of_split_not_undone"),
-    *("order_of_sums_changes", "sends_16_bits"),
+    *("loss_scaled", "odd_tokens_dropped", "order_of_split_not_undone", "sends_16_bits"),
 )
 
 
@@ -80,7 +79,7 @@ def test_consequences_name_what_they_follow_from() -> None:
     assert all("follows from" in check.reason for check in failing if check.name != "documents do not see each other")
 
 
-@pytest.mark.parametrize(("size", "count"), [(4, 1), *(pytest.param(k, 12, marks=pytest.mark.slow) for k in (2, 3, 4))])
+@pytest.mark.parametrize(("size", "count"), [(2, 1), *(pytest.param(k, 12, marks=pytest.mark.slow) for k in (2, 3, 4))])
 def test_honest_trainers_pass(size: int, count: int) -> None:
     """`python -m benchmarks trainers` does the same for 200."""
     rng = random.Random(size * count)

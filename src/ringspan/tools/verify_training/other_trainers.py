@@ -286,4 +286,5 @@ def _import(module: str, package: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ImportError(missing_package("this adapter", package, extra)) from error
+        adapter = "this adapter"
+        raise ImportError(missing_package(adapter, package, extra)) from error
