@@ -53,6 +53,7 @@ def test_text_streams_and_statistics_follow(run: Path) -> None:
     assert "(at most 32)" in statistics
 
 
+@pytest.mark.slow
 def test_one_rank_and_two_with_gathered_or_sharded_cache_generate_the_same_text(run: Path) -> None:
     arguments = ("generate", str(run), "--prompt-file", "-", "--tokens", "80", "--temperature", "0", "--json")
     prompt = bytes(range(32, 120))

@@ -57,6 +57,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tuple[int,
     return run_local_ranks(2, all_cases, tmp_path_factory.mktemp("memory"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_the_memory_estimate_is_within_ten_percent(found: list[dict[str, tuple[int, int]]], case: str) -> None:
     for rank in found:

@@ -15,6 +15,7 @@ from ringspan.tools.bench.hilbert_page import verdict
 HILBERT = [sys.executable, "-m", "ringspan", "bench", "hilbert"]
 
 
+@pytest.mark.slow
 def test_quick_prints_one_document_and_writes_a_page(tmp_path: Path) -> None:
     command = [*HILBERT, "--quick", "--json", "--out", str(tmp_path)]
     found = subprocess.run(command, capture_output=True, text=True, check=True)
