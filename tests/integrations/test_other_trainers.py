@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ringspan.runtime.launch import run_local_ranks
 from ringspan.testing import UnsupportedError, verify_training
-from ringspan.tools.verify_training import peers
+from ringspan.tools.verify_training import other_trainers
 from ringspan.tools.verify_training.batches import make_batch
 from tests.ranks import starts_processes
 
@@ -29,7 +29,7 @@ def losses_of_one_process() -> dict[str, tuple[float, float, float]]:
     group: Any = dist.group.WORLD
     found = {}
     for name in TRANSFORMERS:
-        adapter = getattr(peers, name)(group, torch.float32)
+        adapter = getattr(other_trainers, name)(group, torch.float32)
         for batch in (make_batch([48], 64), make_batch([20, 28], 64)):
             result = adapter.step([batch])
             plain = adapter.model(input_ids=batch.tokens, position_ids=batch.position_ids, labels=batch.labels).loss
@@ -49,7 +49,7 @@ def test_a_transformers_adapter_on_one_process_is_the_plain_model() -> None:
 def split_rows() -> tuple[list[int], bool]:
     """The rows of this rank as torch splits them, and whether every buffer has these rows."""
     group: Any = dist.group.WORLD
-    adapter = peers.torch_context_parallel(group, torch.float32)
+    adapter = other_trainers.torch_context_parallel(group, torch.float32)
     batch = make_batch([20, 28], 64)
     whole, buffers = adapter.buffers(batch), adapter.buffers(batch)
     with adapter.split(buffers):
@@ -67,7 +67,7 @@ def test_tokens_labels_and_positions_are_split_alike() -> None:
 
 def own_losses() -> tuple[float, float]:
     group: Any = dist.group.WORLD
-    adapter = peers.ring_attention_pytorch_transformer(group, torch.float32)
+    adapter = other_trainers.ring_attention_pytorch_transformer(group, torch.float32)
     batch = make_batch([48], 64)
     mine = batch.tokens.tensor_split(adapter.size)[adapter.rank]
     with torch.no_grad():
@@ -106,4 +106,4 @@ def test_what_a_peer_raises_is_in_the_report(name: str) -> None:
 def test_float64_is_refused_where_the_peer_computes_in_float32(name: str) -> None:
     group: Any = None
     with pytest.raises(UnsupportedError, match="float32"):
-        getattr(peers, name)(group, torch.float64)
+        getattr(other_trainers, name)(group, torch.float64)
