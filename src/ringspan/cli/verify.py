@@ -102,9 +102,7 @@ def verify(
     """
 
     if training:
-        if attention or pattern:
-            other = "--attention" if attention else "--pattern"
-            raise typer.BadParameter("verifies whole steps of one adapter: leave it out", param_hint=other)
+        _check_unused({"--attention": attention, "--pattern": pattern, "--into": into})
         _verify_training(training, ranks, tokens, dtype, out, timeout, as_json)
     implementation = _implementation(attention, pattern, layout)
     wanted = read_as("--ranks", read_counts, ranks)
@@ -150,6 +148,12 @@ def verify(
                 console.print(f"{check.name}: {check.reason}", style="red", highlight=False, soft_wrap=True)
         _print_verdict(page, paths["html"], exit_status, console)
     raise typer.Exit(exit_status)
+
+
+def _check_unused(options: dict[str, object]) -> None:
+    for option, value in options.items():
+        if value:
+            raise typer.BadParameter(f"{value}: does not apply to --training: leave it out", param_hint=option)
 
 
 def _verify_training(

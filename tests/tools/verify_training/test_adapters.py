@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from typer.testing import CliRunner
 
 import ringspan.testing as rt
 from ringspan.cli.app import app
+from ringspan.tools.verify_training.batches import label_batches, make_batch, with_equal_labels
 from ringspan.tools.verify_training.judge import CHECKS
+from ringspan.tools.verify_training.rings import settings_for_training
 from tests.ranks import shares_processes
 
 pytestmark = [shares_processes(__name__), pytest.mark.timeout(900)]
@@ -86,7 +89,33 @@ class Raises:
 def test_an_adapter_that_raises_fails_with_its_reason() -> None:
     report = rt.verify_training(Raises, ranks=(1, 2))
     assert [check.verdict for check in report.checks] == ["FAIL"]
+    assert "did not run: rank 0 of 1" in report.sentence
     assert "no step yet (test_adapters.py, line" in report.checks[0].reason
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"ranks": (1,)}, {"ranks": ()}, {"ranks": (0, 2)}, {"tokens": 0}, {"dtype": "int64"}, {"dtype": "x"}],
+)
+def test_bad_arguments_are_named(options: dict[str, Any]) -> None:
+    (name,) = options
+    with pytest.raises(ValueError, match=f"^{name}="):
+        rt.verify_training(Raises, **options)
+
+
+def test_other_options_do_not_apply(tmp_path: Path) -> None:
+    for option in (["--pattern", "full"], ["--attention", "a:b"], ["--into", str(tmp_path / "x.md")]):
+        done = CliRunner().invoke(app, ["verify", "--training", f"{SUBJECTS}:honest", *option])
+        assert done.exit_code == 2
+        assert "does not apply" in " ".join(done.output.split())
+
+
+def test_large_rings_have_labels_inside_every_shard() -> None:
+    for size in (8, 12, 64):
+        settings = settings_for_training("", (1, size))
+        batch = make_batch([settings.tokens], 64)
+        for name, labelled in [("equal", with_equal_labels(batch, settings)), *label_batches(batch, settings)]:
+            assert (labelled.targets != -100).any(), name
 
 
 def test_unknown_targets_are_errors_of_the_command() -> None:

@@ -31,6 +31,11 @@ class TrainingSettings:
         return 2 * max(self.sizes)
 
     @property
+    def longest(self) -> int:
+        """The longest step that is compared with one process."""
+        return max(sum(lengths) for lengths in odd_lengths(self))
+
+    @property
     def documents(self) -> tuple[int, ...]:
         """Of the packed steps: short and long ones, which begin and end inside shards.
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -71,7 +72,7 @@ class StepComparison:
 
 @dataclass(frozen=True)
 class ReachComparison:
-    """How much the loss of each row changes when one token changes, on one process and on the ring."""
+    """How much the logits of each row, or its loss, change when one token changes: on one process and on the ring."""
 
     position: int
     lengths: tuple[int, ...]
@@ -240,20 +241,15 @@ def compare_reach(taker: StepTaker, alone: dict[str, Outcome], allowed: float) -
         if not name.startswith(REACH) or ", " not in name:
             continue
         kind, _, position = name.rpartition(", ")
-        changes = []
-        for outcomes in (alone, taker.outcomes):
-            before, after = outcomes[kind].rows, outcomes[name].rows
-            if before is None or after is None:
-                break
-            changes.append((after - before).abs().amax(0))
-        if len(changes) < 2 or found.refused:
+        rows_of = [outcomes[each].rows for outcomes in (alone, taker.outcomes) for each in (kind, name)]
+        if found.refused or any(rows is None for rows in rows_of):
             continue
+        before, after, ring_before, ring_after = cast("list[Tensor]", rows_of)
+        changes = [(after - before).abs().amax(0), (ring_after - ring_before).abs().amax(0)]
         observed = ~(changes[0].isnan() | changes[1].isnan())  # rows that no rank returned are a matter of their own
         rows = observed.nonzero()[:, 0].tolist()
         lengths = taker.batches[name].lengths
         values = [tuple(change[observed].tolist()) for change in changes]
-        before = alone[kind].rows
-        assert before is not None
         limit = _allowed_in(before, allowed) * before.nan_to_num().abs().max().item()
         yield ReachComparison(int(position), lengths, tuple(rows), limit, *values)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from ringspan.tools.verify.check import ByRing, Check
 from ringspan.tools.verify_training.batches import TrainingSettings
 from ringspan.tools.verify_training.compare import ReachComparison, StepComparison, allowed_error
+from ringspan.tools.verify_training.steps import BASE, PACKED
 
 RUNS = "the trainer runs"
 LOSS = "the loss is that of one process"
@@ -69,6 +70,11 @@ class Found:
             for step in ranks[0]["steps"]:
                 if wanted(step.step):
                     yield size, step
+
+    def plain_steps(self) -> list[tuple[int, StepComparison]]:
+        """Ring size and comparison of one document, and of packed documents if one process and the ring took it."""
+        steps = self.steps(lambda name: name in (BASE, PACKED))
+        return [(size, step) for size, step in steps if not step.refused and not step.refused_alone]
 
     def reach(self, packed: bool, alone: bool = False) -> Iterable[tuple[int, ReachComparison]]:
         """Ring size and comparison of one document, or of packed documents; with ``alone`` also of one process."""

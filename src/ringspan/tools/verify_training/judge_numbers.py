@@ -29,18 +29,14 @@ from ringspan.tools.verify_training.findings import (
     ranges,
     scale_cause,
 )
-from ringspan.tools.verify_training.steps import ACCUMULATED, BASE, CLIPPED, EVALUATED, LENGTHS, PACKED
+from ringspan.tools.verify_training.steps import ACCUMULATED, BASE, CLIPPED, EVALUATED, LENGTHS
 
 _MAX_GROWTH = 2.0  # of the rounding error, from one process to a ring
 
 
 def judge_loss(found: Found) -> Check:
-    worst: tuple[float, int, StepComparison] | None = None
-    for size, step in found.steps(lambda name: name in (BASE, PACKED)):
-        if not step.refused and (worst is None or step.loss_error > worst[0]):
-            worst = (step.loss_error, size, step)
-    assert worst is not None
-    error, size, step = worst
+    size, step = max(found.plain_steps(), key=lambda each: each[1].loss_error)
+    error = step.loss_error
     case = f"{step.step}, {found.case}"
     if error <= step.loss_allowed:
         meaning = "training curves do not depend on the number of ranks"
@@ -63,7 +59,7 @@ def _cause_of_loss(step: StepComparison, size: int) -> str:
 
 
 def judge_tokens(found: Found) -> Check:
-    steps = [(size, s) for size, s in found.steps(lambda name: name in (BASE, PACKED)) if s.row_error is not None]
+    steps = [(size, s) for size, s in found.plain_steps() if s.row_error is not None]
     if not steps:
         return not_supported(TOKENS, "", "the adapter returns no token losses", found.case)
     size, step = max(steps, key=lambda each: each[1].row_error or 0.0)
@@ -78,7 +74,7 @@ def judge_tokens(found: Found) -> Check:
 
 def only_labels_are_wrong(found: Found) -> bool:
     """Whether logits are right where losses of rows are not, or, without logits, only rows at borders are wrong."""
-    steps = [step for _, step in found.steps(lambda name: name in (BASE, PACKED)) if step.wrong_rows]
+    steps = [step for _, step in found.plain_steps() if step.wrong_rows]
     spans = found.settings.spans
     return bool(steps) and all(
         step.logit_error <= found.allowed
@@ -105,10 +101,9 @@ def _unused(step: StepComparison) -> str:
 
 
 def judge_gradients(found: Found) -> Check:
-    steps = [(size, s) for size, s in found.steps(lambda name: name in (BASE, PACKED)) if not s.refused]
-    steps = [
-        (size, s) for size, s in steps if s.loss_error <= s.loss_allowed
-    ] or steps  # a wrong loss explains the rest
+    steps = found.plain_steps()
+    # A wrong loss explains wrong gradients, so steps with the right loss count, if there are any.
+    steps = [(size, s) for size, s in steps if s.loss_error <= s.loss_allowed] or steps
     size, step = max(steps, key=lambda each: each[1].gradient_error)
     case = f"{len(step.gradient_errors)} parameters, {step.step}, {found.case}"
     if step.gradient_error <= found.allowed:
@@ -132,8 +127,7 @@ def judge_gradients(found: Found) -> Check:
 
 
 def judge_replicas(found: Found) -> Check:
-    steps = [(size, s) for size, s in found.steps(lambda name: name in (BASE, PACKED)) if not s.refused]
-    size, step = max(steps, key=lambda each: each[1].replicas_differ)
+    size, step = max(found.plain_steps(), key=lambda each: each[1].replicas_differ)
     if step.replicas_differ <= found.allowed:
         result = f"differ by {step.replicas_differ:.1e}" if step.replicas_differ else "equal"
         return Check(REPLICAS, "pass", result, "the weights of all ranks stay the same", found.case)
@@ -224,7 +218,7 @@ def judge_mixes(found: Found) -> Check:
 
 
 def judge_predictions(found: Found) -> Check:
-    steps = [(size, s) for size, s in found.steps(lambda name: name in (BASE, PACKED)) if not s.refused]
+    steps = found.plain_steps()
     if all(step.row_error is None and step.logit_error is None for _, step in steps):
         return not_supported(PREDICTIONS, "", "the adapter returns neither logits nor token losses", found.case)
     for size, step in steps:

@@ -89,10 +89,12 @@ def judge_documents(found: Found) -> Check:
 def judge_labels(found: Found) -> Check:
     """Losses of few targets, apart from a factor that all losses of a ring share."""
     wrong: list[tuple[int, StepComparison, float]] = []
+    refused: list[StepComparison] = []
     seen = 0
     factors = dict(found.steps(lambda name: name == BASE))
     for size, step in found.steps(lambda name: name.startswith(LABELS)):
         if step.refused or step.refused_alone:
+            refused.append(step)
             continue
         seen += 1
         base = factors[size]
@@ -101,8 +103,10 @@ def judge_labels(found: Found) -> Check:
         error = abs(step.losses[0] / (factor if scaled else 1.0) - step.wanted_loss) / abs(step.wanted_loss)
         if not error <= step.loss_allowed:
             wrong.append((size, step, error))
-    if not seen:
-        return not_supported(LABEL_COUNTS, "", "the adapter refused targets of -100", found.case)
+    if refused and not wrong:
+        first = refused[0]
+        reason = f"refused: {first.step.removeprefix(LABELS)} ({first_line(first.refused or first.refused_alone)})"
+        return not_supported(LABEL_COUNTS, f"{seen} of {seen + len(refused)} choices of labels", reason, found.case)
     if not wrong:
         meaning = "no label at a border of shards is lost or doubled, and -100 may lie unevenly over ranks"
         return Check(LABEL_COUNTS, "pass", f"{seen} choices of labels", meaning, found.case)

@@ -72,7 +72,7 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def longnet(group: dist.ProcessGroup, dtype: torch.dtype) -> RingAdapter:
-    """A LongNet of three layers: dilated, windowed with dilation, and a sum; grouped KV heads, sinks, a soft cap."""
+    """A LongNet of three layers: dilated with a shift, windowed, a sum of both; grouped KV heads, sinks, a soft cap."""
     torch.manual_seed(0)
     config = LongNetConfig.named(
         "nano",

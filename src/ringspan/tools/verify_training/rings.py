@@ -6,13 +6,19 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from ringspan.tools.verify.check import ByRing, Check, Failed
 from ringspan.tools.verify.run import LocalRanks, Ranks
 from ringspan.tools.verify.verify_page import with_reasons
 from ringspan.tools.verify_training.adapter import AdapterFactory
 from ringspan.tools.verify_training.batches import TrainingSettings, rounded_tokens
 from ringspan.tools.verify_training.compare import measure_training
+from ringspan.tools.verify_training.findings import RUNS
 from ringspan.tools.verify_training.judge import judge_training, roots
+
+_TOKENS = 96  # of most steps
+_MIN_SPAN = 8  # rows of a shard of the largest zigzag ring, in each half: some of them are not at a border
 
 
 @dataclass(frozen=True)
@@ -33,8 +39,11 @@ class TrainingReport:
     def sentence(self) -> str:
         """The result in one sentence."""
         failing = [check for check in self.checks if check.verdict == "FAIL"]
-        where = f"on rings of {', '.join(map(str, self.measured))}: {self.settings.target}, up to "
-        where += f"{self.settings.long_tokens:,} tokens."
+        settings = self.settings
+        where = f"on rings of {', '.join(map(str, self.measured))}: {settings.target}, steps of up to "
+        where += f"{settings.longest:,} tokens, work and memory at {settings.long_tokens:,}."
+        if failing and failing[0].name == RUNS:
+            return f"{settings.target} did not run: {failing[0].reason}."
         if failing:
             causes = "; ".join(f'"{check.name}": {check.reason}' for check in self.causes)
             return f"{len(failing)} of {len(self.checks)} checks fail {where} Likely cause: {causes}."
@@ -50,7 +59,7 @@ def settings_for_training(
     return TrainingSettings(
         target,
         tuple(sizes),
-        tokens=rounded_tokens(96, sizes),
+        tokens=rounded_tokens(max(_TOKENS, _MIN_SPAN * 2 * max(sizes)), sizes),
         long_tokens=rounded_tokens(long_tokens, sizes),
         dtype=dtype,
         seed=seed,
@@ -95,6 +104,12 @@ def verify_training(
         dtype: of the steps whose rounding is compared over ring sizes.
         seed: of the batches.
     """
+    if not ranks or min(ranks) < 1 or max(ranks) < 2:
+        raise ValueError(f"ranks={tuple(ranks)}: must contain a ring of at least 2, to compare with one process")
+    if tokens < 1:
+        raise ValueError(f"tokens={tokens}: must be at least 1")
+    if not getattr(getattr(torch, dtype, None), "is_floating_point", False):
+        raise ValueError(f"dtype={dtype!r}: must be a floating-point dtype of torch, such as 'bfloat16'")
     processes = LocalRanks(timeout)
     target = adapter if isinstance(adapter, str) else getattr(adapter, "__qualname__", repr(adapter))
     settings = settings_for_training(target, processes.sizes(list(ranks)), tokens, dtype, seed)
