@@ -38,11 +38,14 @@ def assert_equals_oracle(
     *,
     kernel: str | None = None,
     ring: rs.SimulatedRing | None = None,
+    optimize: rs.Optimize = "auto",
     **options: object,
 ) -> None:
     """Output, lse and all gradients, also of the sinks, within 1e-12 of the dense definition."""
     tensors = [q, k, v, *(x for x in (options.get("sinks"),) if isinstance(x, Tensor))]
-    out, lse = rs.attention(q, k, v, return_lse=True, kernel=kernel, ring=ring, **options)  # type: ignore[call-overload]
+    out, lse = rs.attention(  # type: ignore[call-overload]
+        q, k, v, return_lse=True, kernel=kernel, ring=ring, optimize=optimize, **options
+    )
     right, right_lse = dense_attention(q, k, v, **options)  # type: ignore[arg-type]
     found = (out, lse, *gradients(out, lse, *tensors))
     wanted = (right, right_lse, *gradients(right, right_lse, *tensors))

@@ -29,6 +29,24 @@ def dilated(draw: st.DrawFn, longest_segment: int = 24, largest_rate: int = 6) -
 
 
 @st.composite
+def nested(draw: st.DrawFn) -> rs.Dilated:
+    """Segments and rates that divide one another, mostly: some branches nest with all others, some with a few."""
+    length, rate = draw(st.sampled_from([2, 4, 6, 8, 12])), 1
+    lengths, rates = [length], [rate]
+    for _ in range(draw(st.integers(1, 3))):
+        lengths.append(lengths[-1] * draw(st.sampled_from([1, 2, 2, 2, 3])) + draw(st.sampled_from([0, 0, 0, 0, 1])))
+        rates.append(rates[-1] * draw(st.sampled_from([1, 2, 2, 3])))
+    together = draw(st.permutations(list(zip(lengths, rates, strict=True))))
+    offsets, shift = draw(st.sampled_from(["interleaved", "blocked"])), draw(st.sampled_from([0, 0, 1, 5, 30]))
+    return rs.Dilated(*zip(*together, strict=True), head_offsets=offsets, shift=shift)
+
+
+def tile_costs() -> st.SearchStrategy[rs.TileCosts | None]:
+    """Compute each pair of branches that nest once, even where that costs more; leave some doubled; leave all."""
+    return st.sampled_from([rs.TileCosts(0, 0, 0), rs.TileCosts(0, 0, 0), rs.TileCosts(1, 4, 4), rs.TileCosts(), None])
+
+
+@st.composite
 def windows(draw: st.DrawFn) -> rs.Window:
     """Windows of one row, shorter and longer than a sequence, also ahead, also dilated by what does not divide them."""
     left = draw(st.sampled_from([0, 1, 2, 3, 5, 8, 13, 21, 50]))
@@ -37,7 +55,7 @@ def windows(draw: st.DrawFn) -> rs.Window:
 
 def patterns() -> st.SearchStrategy[rs.Pattern]:
     """Full, dilated, windows, and sums of two or three."""
-    single = st.one_of(st.just(rs.Full()), dilated(), dilated(), windows(), windows())
+    single = st.one_of(st.just(rs.Full()), dilated(), nested(), nested(), windows(), windows())
     sums = st.lists(single, min_size=2, max_size=3).map(lambda terms: sum(terms[1:], start=terms[0]))
     return st.one_of(single, single, single, sums)
 

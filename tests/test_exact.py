@@ -13,7 +13,7 @@ import ringspan as rs
 from ringspan import engine
 from ringspan.oracle import dense_attention, multiplicity
 from tests.exactness import assert_equals_oracle, inputs
-from tests.strategies import examples, held_heads, lengths, patterns, scales, sinks, softcaps
+from tests.strategies import examples, held_heads, lengths, patterns, scales, sinks, softcaps, tile_costs
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*selects row")
 
@@ -36,6 +36,7 @@ def test_equals_the_oracle(data: st.DataObject) -> None:
         sinks=data.draw(sinks(q)),
         lengths=None if len(sizes) == 1 else sizes,
         kernel=data.draw(st.sampled_from([None, "reference"])),
+        optimize=data.draw(tile_costs()) or "none",
     )
 
 
@@ -46,7 +47,8 @@ def test_equals_the_oracle_when_calls_are_tiny(data: st.DataObject) -> None:
     n, kv_heads, group = data.draw(st.tuples(st.integers(65, 200), st.integers(1, 3), st.integers(1, 3)))
     q, k, v = inputs(data.draw(st.integers(1, 2)), n, kv_heads, group, 2)
     with mock.patch.object(engine, "WORKSPACE_BYTES", 4096):
-        assert_equals_oracle(q, k, v, pattern=data.draw(patterns()), causal=data.draw(st.booleans()))
+        optimize = data.draw(tile_costs()) or "none"
+        assert_equals_oracle(q, k, v, pattern=data.draw(patterns()), causal=data.draw(st.booleans()), optimize=optimize)
 
 
 @pytest.mark.parametrize("n", [1, 2, 63, 1000])

@@ -15,7 +15,8 @@ SOURCE = Path(__file__).parent.parent / "src/ringspan"
 ALLOWED: dict[str, set[str]] = {
     "runtime": set(),
     "geometry": set(),
-    "layout": {"geometry"},
+    "balance": {"geometry"},
+    "layout": {"balance", "geometry"},
     "planning": {"geometry", "layout"},  # and planning/api.py kernels and validation, for dtypes and offsets
     "kernels": {"geometry"},
     "softmax": set(),
@@ -28,8 +29,8 @@ ALLOWED: dict[str, set[str]] = {
     "execute": {
         *("engine", "geometry", "kernels", "layout", "order", "planning", "ring", "schedule", "softmax", "validation"),
     },
-    "_op": {"execute", "geometry", "kernels", "order", "ring", "softmax", "validation"},
-    "api": {"_op", "geometry", "order", "ring", "validation"},
+    "_op": {"execute", "geometry", "kernels", "order", "planning", "ring", "softmax", "validation"},
+    "api": {"_op", "geometry", "order", "planning", "ring", "validation"},
     "readout": {"api", "execute", "geometry", "kernels", "layout", "order", "ring", "validation"},
     "decoding": {
         *(

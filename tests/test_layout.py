@@ -4,12 +4,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ringspan.balance import Balanced
 from ringspan.layout import Layout
 
 layouts = st.builds(Layout, st.sampled_from(["contiguous", "zigzag"]), st.integers(0, 60), st.integers(1, 9))
+balanced = st.builds(
+    lambda lengths, size: Layout("balanced", sum(lengths), size, tuple(lengths)),
+    st.lists(st.integers(0, 20), max_size=8),
+    st.integers(1, 9),
+)
 
 
-@given(layouts)
+@given(layouts | balanced)
 def test_every_row_is_held_once(layout: Layout) -> None:
     held = []
     for rank in range(layout.ring_size):
@@ -29,7 +35,7 @@ def test_shards_are_nearly_equal(layout: Layout) -> None:
     assert max(rows) - min(rows) <= (1 if layout.name == "contiguous" else 2)
 
 
-@given(layouts, st.integers(0, 60), st.integers(0, 60))
+@given(layouts | balanced, st.integers(0, 60), st.integers(0, 60))
 def test_parts_say_who_holds_what(layout: Layout, start: int, stop: int) -> None:
     stop = min(stop, layout.rows)
     found = [(row, part.rank) for part in layout.rank_spans(start, stop) for row in range(part.start, part.stop)]
@@ -42,6 +48,16 @@ def test_parts_say_who_holds_what(layout: Layout, start: int, stop: int) -> None
     assert found == [(row, owner[row]) for row in range(start, stop)]
     parts = list(layout.rank_spans(start, stop))
     assert all(a.rank != b.rank for a, b in pairwise(parts))
+    for row, rank in owner.items():
+        held = [layout.local_row(each, row) for each in range(layout.ring_size)]
+        assert [i for i, local in enumerate(held) if local is not None] == [rank]
+
+
+def test_equal_layouts_are_equal() -> None:
+    assert Layout("zigzag", 10, 2, (4, 6)) == Layout("zigzag", 10, 2)
+    assert Layout(Balanced(), 10, 2, (4, 0, 6)) == Layout("balanced", 10, 2, (4, 6))
+    assert Layout("balanced", 10, 2, (0, 10)) == Layout("balanced", 10, 2)
+    assert Layout("balanced", 80, 4).spans(1) == Layout("zigzag", 80, 4).spans(1)
 
 
 def test_zigzag_gives_each_rank_an_early_and_a_late_part() -> None:

@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 # Every public name, and the module that defines it. Submodules map to themselves.
 _MODULE_OF = {
     "attention": "ringspan.api",
+    "Balanced": "ringspan.balance",
     "Cache": "ringspan.decoding",
     "Sampler": "ringspan.decoding",
     "attention_prefill": "ringspan.decoding",
@@ -41,6 +42,8 @@ _MODULE_OF = {
     "RingPlan": "ringspan.planning",
     "Routing": "ringspan.planning",
     "TensorSizes": "ringspan.planning",
+    "TileCosts": "ringspan.planning",
+    "Optimize": "ringspan.planning",
     "best_layout": "ringspan.planning.api",
     "plan": "ringspan.planning.api",
     "DeviceRates": "ringspan.planning.breakeven",
@@ -69,6 +72,7 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors; tests/test_i
     from ringspan import oracle as oracle
     from ringspan import streaming as streaming
     from ringspan.api import attention as attention
+    from ringspan.balance import Balanced as Balanced
     from ringspan.decoding import Cache as Cache
     from ringspan.decoding import Sampler as Sampler
     from ringspan.decoding import attention_prefill as attention_prefill
@@ -88,12 +92,14 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors; tests/test_i
     from ringspan.order import RowMajor as RowMajor
     from ringspan.order import Snake as Snake
     from ringspan.planning import ByNode as ByNode
+    from ringspan.planning import Optimize as Optimize
     from ringspan.planning import RankMemory as RankMemory
     from ringspan.planning import RankPlan as RankPlan
     from ringspan.planning import Reach as Reach
     from ringspan.planning import RingPlan as RingPlan
     from ringspan.planning import Routing as Routing
     from ringspan.planning import TensorSizes as TensorSizes
+    from ringspan.planning import TileCosts as TileCosts
     from ringspan.planning.api import best_layout as best_layout
     from ringspan.planning.api import plan as plan
     from ringspan.planning.breakeven import DeviceRates as DeviceRates

@@ -1,8 +1,8 @@
 """Attention as custom operators, so that torch.compile and selective checkpointing treat it as one operation.
 
 Only registration, fake tensors and autograd; `ringspan.execute` computes. Operators take tensors and plain values:
-pattern and order as text, packed lengths as an int64 tensor (so that new lengths do not recompile), kernel and ring by
-name.
+pattern, order and costs as text, packed lengths as an int64 tensor (so that new lengths do not recompile), kernel and
+ring by name.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from ringspan import kernels
 from ringspan.execute import Call
 from ringspan.geometry import parse_pattern
 from ringspan.order import parse_order
+from ringspan.planning import parse_costs
 from ringspan.ring.backend import find_ring
 from ringspan.ring.simulated import ALONE
 from ringspan.softmax import sinks_gradient
@@ -25,13 +26,16 @@ from ringspan.validation import warn_if_transposed, warn_if_unselected
 Values = tuple[Any, ...]
 
 
-def _call(pattern: str, order: str, causal: bool, scale: float, softcap: float, kernel: str, ring: str) -> Call:
+def _call(
+    pattern: str, order: str, causal: bool, scale: float, softcap: float, kernel: str, costs: str, ring: str
+) -> Call:
     return Call(
         parse_pattern(pattern),
         parse_order(order) if order else None,
         causal,
         kernels.ScoreOptions(scale, softcap),
         kernels.get(kernel),
+        parse_costs(costs) if costs else None,
         find_ring(ring) if ring else ALONE,
     )
 
@@ -49,12 +53,13 @@ def attention_op(
     scale: float,
     softcap: float,
     kernel: str,
+    costs: str,
     ring: str,
     seq_len: int | None,
     needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, lse, and the length of the whole sequence on which the ranks agreed."""
-    call = _call(pattern, order, causal, scale, softcap, kernel, ring)
+    call = _call(pattern, order, causal, scale, softcap, kernel, costs, ring)
     out, lse, whole = call.forward(q, k, v, sinks, lengths, seq_len, needs)
     if seq_len is None:
         warn_if_transposed(whole, q.shape[2])
@@ -87,11 +92,12 @@ def attention_backward_op(
     scale: float,
     softcap: float,
     kernel: str,
+    costs: str,
     ring: str,
     needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and sinks; an empty tensor for any that is not needed."""
-    call = _call(pattern, order, causal, scale, softcap, kernel, ring)
+    call = _call(pattern, order, causal, scale, softcap, kernel, costs, ring)
     need_q, need_k, need_v, need_sinks = needs
     dq, dk, dv = (
         q.new_empty(0) if grad is None else grad

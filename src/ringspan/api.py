@@ -10,6 +10,7 @@ from torch import Tensor
 from ringspan._op import attention_op
 from ringspan.geometry import Pattern, as_int
 from ringspan.order import FoldedOrder, Order
+from ringspan.planning import Optimize, costs_for
 from ringspan.ring import Ring, SimulatedRing
 from ringspan.validation import (
     Lengths,
@@ -41,6 +42,7 @@ def attention(
     order: Order | None = ...,
     return_lse: Literal[False] = ...,
     kernel: str | None = ...,
+    optimize: Optimize = ...,
     ring: Ring | SimulatedRing | None = ...,
     seq_len: int | None = ...,
 ) -> Tensor: ...
@@ -62,6 +64,7 @@ def attention(
     order: Order | None = ...,
     return_lse: Literal[True],
     kernel: str | None = ...,
+    optimize: Optimize = ...,
     ring: Ring | SimulatedRing | None = ...,
     seq_len: int | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
@@ -82,6 +85,7 @@ def attention(
     order: Order | None = None,
     return_lse: bool = False,
     kernel: str | None = None,
+    optimize: Optimize = "auto",
     ring: Ring | SimulatedRing | None = None,
     seq_len: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -109,6 +113,8 @@ def attention(
             row. Each packed document is ordered separately.
         return_lse: also return the log-sum-exp of the scores, (batch, heads, seq), which is differentiable too.
         kernel: the name of a kernel (`ringspan.kernels.names()`); by default the best one for the device and dtype.
+        optimize: whether pairs of rows that several branches see are computed once: ``"auto"``, where that is faster;
+            ``"none"``, never; or the costs to decide by, `TileCosts`. Results are equal up to rounding.
         ring: splits the sequence over devices. With a `Ring`, q, k, v and the results are this rank's rows
             (`Ring.split_sequence`); ``lengths`` and ``cu_seqlens`` describe the whole sequence. With a `SimulatedRing`,
             all tensors are whole.
@@ -141,8 +147,24 @@ def attention(
     needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (q, k, v, sinks)]
     ring_name = "" if ring is None else ring.name
     order_text = "" if order is None else order.text
+    costs = costs_for(optimize, q.device.type)
+    costs_text = "" if costs is None else costs.text
     out, lse, _ = attention_op(
-        q, k, v, sinks, packed, pattern.text, order_text, causal, factor, cap, name, ring_name, seq_len, needs
+        q,
+        k,
+        v,
+        sinks,
+        packed,
+        pattern.text,
+        order_text,
+        causal,
+        factor,
+        cap,
+        name,
+        costs_text,
+        ring_name,
+        seq_len,
+        needs,
     )
     return (out, lse) if return_lse else out
 

@@ -7,6 +7,7 @@ only the final out and lse (docs/derivation.md).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -82,6 +83,8 @@ def forward_tile_(
     row_bytes = 2 * q.shape[-1] * (q.element_size() + (0 if q.dtype == wide else wide.itemsize))
     for x, block in _calls(tile, query_side, key_side, kernel, row_bytes, _REVERSED_FORWARD):
         part, part_lse = kernel.forward(x["q"], x["k"], x["v"], block.mask, scores)
+        if tile.multiplicity > 1:  # as if its keys came so many times
+            part_lse += math.log(tile.multiplicity)
         with counters.holding(part, part_lse):
             combine_ = put_ if tile.fresh and block.first else merge_
             combine_(x["out"], x["lse"], part, part_lse)
@@ -142,6 +145,8 @@ class BackwardRun(RankRun):
                 key_side |= zip(("dk", "dv"), parcel_rows(self._shares[tile.parcel], self.k.shape[2]), strict=True)
             sides = (self._query_side, key_side)
             for x, block in _calls(tile, *sides, self._kernel, self._row_bytes, _REVERSED_BACKWARD):
+                if tile.multiplicity > 1:
+                    x["lse"] = x["lse"] - math.log(tile.multiplicity)
                 self._add_gradients(x, block.mask)
 
     def _add_gradients(self, x: Operands, mask: Mask) -> None:

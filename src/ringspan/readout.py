@@ -116,6 +116,7 @@ def attention_weights(
         },
         seq_len,
         k,
+        packed,
     )
     layout.check_positions("rows", chosen)
     documents = Documents((layout.rows,) if packed is None else packed)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ringspan.geometry import Documents, Pattern
 from ringspan.planning import Hop, Packing, Parcel, RankPlan, plan_rank
+from ringspan.planning.heads import refuse_head_ranks
 from ringspan.ring import Ring
 from ringspan.ring.transport import PendingWork, Transport
 from ringspan.views import Operands, comb_view
@@ -239,6 +240,7 @@ def communication_seconds(ring: Ring, pattern: Pattern, seq_len: int, k: Tensor,
 
     ``k`` and ``v`` are the rank's rows. A collective: all ranks call it together. Resets the ring's counters.
     """
+    refuse_head_ranks("communication_seconds", ring.head_ranks)
     layout = ring.layout_of(seq_len)
     plan = plan_rank(pattern, Documents((seq_len,)), layout, ring.rank, k.shape[2], causal, ring.routing)
     ring.reset_counters()

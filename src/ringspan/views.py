@@ -31,7 +31,14 @@ def comb_view(x: Tensor, comb: Comb, group: int = 1) -> Tensor:
     dims = x.shape[3:]
     return x.as_strided(
         (x.shape[0], comb.segments, comb.heads, group, comb.rows, *dims),
-        (batch, comb.stride * row, group * head + comb.head_step * row, head, comb.step * row, *(1 for _ in dims)),
+        (
+            batch,
+            comb.stride * row,
+            comb.head_stride * group * head + comb.head_step * row,
+            head,
+            comb.step * row,
+            *(1 for _ in dims),
+        ),
         x.storage_offset() + comb.start * row + comb.head * group * head,
     )
 

@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -21,7 +22,7 @@ from ringspan.cli.app import app
 from ringspan.geometry import Documents
 from ringspan.layout import Layout
 from ringspan.planning import plan_rank
-from ringspan.planning.breakeven import DeviceRates, break_even, speedup
+from ringspan.planning.breakeven import ASSUMED_RATES, break_even, speedup
 
 PATTERN = rs.Dilated((2048, 8192, 32768), (1, 4, 16))
 SHORT = ["--pattern", "2048x1,8192x4,32768x16"]
@@ -81,6 +82,7 @@ def test_numbers_are_those_of_the_plan(options: tuple[str, ...]) -> None:
             kv_heads=2,
             batch=2 if options else 1,
             dtype=torch.bfloat16 if options else torch.float32,
+            device="cuda",
         )
         ranks = found["layouts"][layout]["ranks"]
         assert [rank["rank"] for rank in ranks] == [0, 1, 2, 3]
@@ -149,10 +151,10 @@ def test_a_rank_of_ten_thousand_is_planned_in_milliseconds(layout: str) -> None:
 
 def test_break_even_is_that_of_the_model() -> None:
     found = run_json("--tokens", "64k", *SHORT, "--flops", "1e14", "--bandwidth", "25e9")
-    rates = DeviceRates(1e14, 25e9, 20e-6)
+    rates = replace(ASSUMED_RATES, flops=1e14, bandwidth=25e9)
     assert found["rates"]["sources"] == {"flops": "given", "bandwidth": "given", "latency": "assumed"}
     for layout, answer in found["break_even"].items():
-        plan = rs.plan(PATTERN, 65536, ring_size=4, layout=layout, causal=True)
+        plan = rs.plan(PATTERN, 65536, ring_size=4, layout=layout, causal=True, device="cuda")
         assert answer["length"] == break_even(plan, rates).length
         assert answer["speedup_at_tokens"] == pytest.approx(speedup(plan, rates))
 

@@ -28,7 +28,7 @@ from ringspan.cli.app import app
         ("plan --rank 4", ["--rank", "4: must be a rank of the ring, 0 .. 3", "--ranks 4"]),
         ("plna", ["No such command 'plna'", "did you mean 'plan'"]),
         ("dance", ["No such command 'dance'", "verify"]),
-        ("plan --layout round", ["--layout", "'round'", "zigzag", "both"]),
+        ("plan --layout round", ["--layout", "'round'", "zigzag", "all"]),
         ("plan --routing thrown", ["routing='thrown'", "relay", "direct"]),
         ("plan --dtype int8", ["int8", "bfloat16"]),
         ("plan --heads 6 --kv-heads 4", ["divide"]),

@@ -47,7 +47,7 @@ class Slots:
         for rows, slots in copies:
             for i in range(rows.heads):
                 for row, slot in zip(rows.lane(i), slots.lane(i), strict=True):
-                    self.rows[rows.head + i][slot] = position + row
+                    self.rows[rows.head_range[i]][slot] = position + row
         self.check()
 
     def add_token(self) -> list[list[int]]:
@@ -88,7 +88,7 @@ def pairs_of(tile: Tile) -> Iterable[tuple[int, int, int]]:
             for a, row in enumerate(block):
                 for b, slot in enumerate(keys_of_block):
                     if tile.mask == "full" or (b <= a if tile.mask == "causal" else b >= a):
-                        yield queries.head + i, row, slot
+                        yield queries.head_range[i], row, slot
 
 
 def _by_segment(comb: Comb, head: int) -> list[tuple[int, ...]]:
@@ -160,7 +160,7 @@ def test_ranks_hold_the_kept_rows_of_a_prompt_between_them(data: st.DataObject) 
                 for copied, slots in rank.retention.add_prompt_rows(part.position, part.lanes, rank.filled):
                     for h in range(copied.heads):
                         positions = [places[local] for local in copied.lane(h)]
-                        rank.rows[copied.head + h].update(zip(slots.lane(h), positions, strict=True))
+                        rank.rows[copied.head_range[h]].update(zip(slots.lane(h), positions, strict=True))
                 rank.check()
         for rank in ranks:
             rank.position = rows

@@ -11,10 +11,10 @@ def test_grouping_keeps_every_row_of_every_head(heads: list[tuple[int, int]], se
     other = [Lane(7 - start % 7, rows, 1) for start, rows in heads]
     found = {}
     for comb, twin in group_heads(lanes, other, segments=segments, stride=50):
-        assert (comb.head, comb.heads) == (twin.head, twin.heads)
+        assert comb.head_range == twin.head_range
         for i in range(comb.heads):
-            assert comb.head + i not in found
-            found[comb.head + i] = comb.lane(i)
+            assert comb.head_range[i] not in found
+            found[comb.head_range[i]] = comb.lane(i)
     for head, lane in enumerate(lanes):
         rows = tuple(lane.start + 50 * s + 2 * j for s in range(segments) for j in range(lane.rows))
         assert found.get(head, ()) == rows

@@ -17,11 +17,12 @@ from ringspan.planning.breakeven import (
 )
 
 FULL = rs.Full()
-CLUSTER = DeviceRates(flops=1e14, bandwidth=25e9, latency=20e-6)
+PAIRS_ONLY = rs.TileCosts(row=0, call=0, diagonal=0, narrow=1)
+CLUSTER = DeviceRates(flops=1e14, bandwidth=25e9, latency=20e-6, costs=PAIRS_ONLY)
 
 
 def ring(pattern: rs.Pattern = FULL, n: int = 4096, size: int = 4, **options: object) -> RingPlan:
-    return rs.plan(pattern, n, ring_size=size, **options)  # type: ignore[arg-type]
+    return rs.plan(pattern, n, ring_size=size, optimize=PAIRS_ONLY, **options)  # type: ignore[arg-type]
 
 
 def test_one_device_takes_its_flops_over_its_rate() -> None:
@@ -37,7 +38,7 @@ def test_two_ranks_by_hand() -> None:
     plan = ring(n=1024, size=2, layout="contiguous", heads=1, head_dim=64)
     work, parcel = 64 * 512**2 / 1e9, 2 * 512 * 64 * 4
     slow = DeviceRates(
-        flops=1e9, bandwidth=parcel / (5 * 4 * work), latency=0.5
+        flops=1e9, bandwidth=parcel / (5 * 4 * work), latency=0.5, costs=PAIRS_ONLY
     )  # a parcel takes five times a forward hop
     found = rank_time(plan, 0, slow)
     flight = 20 * work
@@ -49,7 +50,7 @@ def test_two_ranks_by_hand() -> None:
 
 def test_what_flies_while_work_is_done_costs_nothing() -> None:
     plan = ring(n=1024, size=2, layout="contiguous", heads=1, head_dim=64)
-    fast = DeviceRates(flops=1e9, bandwidth=1e15, latency=0)
+    fast = DeviceRates(flops=1e9, bandwidth=1e15, latency=0, costs=PAIRS_ONLY)
     assert rank_time(plan, 0, fast).total == pytest.approx(time_alone(plan, fast).total / 2, rel=1e-3)
     assert speedup(plan, fast) == pytest.approx(2, rel=1e-3)
 
@@ -64,7 +65,7 @@ def test_the_ring_is_faster_from_there_on_and_not_just_below(pattern: rs.Pattern
     assert found.shortest < found.length < found.longest
 
     def at(length: int) -> float:
-        return speedup(rs.plan(pattern, length, ring_size=size, layout=layout, causal=True), CLUSTER)  # type: ignore[arg-type]
+        return speedup(ring(pattern, length, size, layout=layout, causal=True), CLUSTER)
 
     assert at(found.length) > 1
     assert min(at(int(found.length / 1.05) - i) for i in range(2)) <= 1, "one of these was looked at"

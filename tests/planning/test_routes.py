@@ -12,7 +12,7 @@ from ringspan.layout import Layout
 from ringspan.planning import ByNode, RingPlan, TensorSizes, packing_from_sequence, plan_rank
 from ringspan.planning.cost import traffic
 from tests.exactness import assert_equals_oracle, inputs
-from tests.strategies import lengths, patterns
+from tests.strategies import lengths, patterns, tile_costs
 
 LONG = rs.Dilated((64, 256, 1024), (1, 2, 8))
 
@@ -90,17 +90,18 @@ def test_bad_routings_are_refused() -> None:
 def test_any_rank_can_pack_any_parcel(data: st.DataObject) -> None:
     sizes = data.draw(lengths())
     pattern, kv_heads = data.draw(patterns()), data.draw(st.integers(1, 4))
+    causal, costs = data.draw(st.booleans()), data.draw(tile_costs())
     layout = Layout(data.draw(st.sampled_from(["contiguous", "zigzag"])), sum(sizes), data.draw(st.integers(1, 6)))
     for rank in range(layout.ring_size):
         held = [row for span in layout.spans(rank) for row in range(span.start, span.stop)]
-        for packing in plan_rank(pattern, Documents(sizes), layout, rank, kv_heads, True).packings:
-            found = packing_from_sequence(packing.parcel, pattern, Documents(sizes), layout, kv_heads)
+        for packing in plan_rank(pattern, Documents(sizes), layout, rank, kv_heads, causal, costs=costs).packings:
+            found = packing_from_sequence(packing.parcel, pattern, Documents(sizes), layout, kv_heads, causal, costs)
             assert packed(found.combs, list(range(sum(sizes)))) == packed(packing.combs, held)
 
 
 def packed(combs: object, rows: list[int]) -> dict[tuple[int, int], int]:
     return {
-        (mine.head + i, place): rows[row]
+        (mine.head_range[i], place): rows[row]
         for mine, there in combs  # type: ignore[attr-defined]
         for i in range(mine.heads)
         for row, place in zip(mine.lane(i), there.lane(i), strict=True)

@@ -14,7 +14,7 @@ from ringspan import execute, planning
 from ringspan.oracle import dense_attention
 from ringspan.ring.backend import find_ring
 from tests.exactness import assert_equals_oracle, inputs
-from tests.strategies import examples, held_heads, lengths, patterns, routings, scales, sinks, softcaps
+from tests.strategies import examples, held_heads, lengths, patterns, routings, scales, sinks, softcaps, tile_costs
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*selects row")
 
@@ -33,7 +33,7 @@ def test_equals_the_oracle(data: st.DataObject) -> None:
     q, k, v = inputs(batch, sum(sizes), kv_heads, group, 4)
     options = dict(pattern=pattern, causal=data.draw(st.booleans()), lengths=sizes, scale=data.draw(scales()))
     options |= dict(softcap=data.draw(softcaps()), sinks=data.draw(sinks(q)))
-    assert_equals_oracle(q, k, v, ring=ring, **options)
+    assert_equals_oracle(q, k, v, ring=ring, optimize=data.draw(tile_costs()) or "none", **options)
 
 
 def error(k: int, dtype: torch.dtype, tensors: list[Tensor], right: list[Tensor], pattern: rs.Pattern) -> list[float]:

@@ -196,6 +196,22 @@ def _text(value: Any) -> str:
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
+def read_documents(text: str) -> tuple[int, ...]:
+    """Lengths of packed documents, in order, separated by commas; LENGTH*COUNT repeats one.
+
+    >>> read_documents("4k, 100*3")
+    (4096, 100, 100, 100)
+    """
+    lengths: list[int] = []
+    for word in text.split(","):
+        length, times, count = word.strip().partition("*")
+        lengths += [read_count(length)] * (read_count(count) if times else 1)
+    return tuple(lengths)
+
+
+LENGTHS_HELP = "Lengths of packed documents, such as 64k,512*128; their sum replaces --tokens."
+
+
 def read_lengths(text: str) -> list[int]:
     """Lengths separated by commas; FIRST..LAST means doubling.
 
@@ -227,6 +243,12 @@ def read_bytes(text: str) -> int:
         raise typer.BadParameter(f"{text!r}: must be a number of bytes, such as 8GiB or 512MiB") from None
 
 
+def refuse_balanced(layout: str) -> None:
+    """Raise for the balanced layout, in commands that split all sequences of a length alike."""
+    if layout == "balanced":
+        raise typer.BadParameter("'balanced': depends on packed documents; use contiguous or zigzag in this command")
+
+
 def read_layout(text: str) -> LayoutName | None:
     """The name of a layout, or None for ``best``: the faster layout of each case."""
     if text == "best":
@@ -235,6 +257,7 @@ def read_layout(text: str) -> LayoutName | None:
         check_layout_name(text)
     except ValueError as error:
         raise typer.BadParameter(f"{error}, or 'best'") from error
+    refuse_balanced(text)
     return text  # type: ignore[return-value]
 
 

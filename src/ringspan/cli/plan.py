@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast, get_args
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from ringspan.balance import Balanced
 from ringspan.cli.options import (
+    LENGTHS_HELP,
     PATTERN_HELP,
     SPANNING,
     AsJson,
@@ -18,12 +21,13 @@ from ringspan.cli.options import (
     make_console,
     read_as,
     read_count,
+    read_documents,
     read_pattern_at,
     warn_of_unselected,
     writing_to,
 )
-from ringspan.geometry import Dilated
-from ringspan.layout import LayoutName, check_layout_name
+from ringspan.geometry import Dilated, Pattern
+from ringspan.layout import AnyLayout, LayoutName, check_layout_name, layouts_to_compare
 from ringspan.planning import RingPlan, Routing
 from ringspan.planning.breakeven import LONGEST, BreakEven, advise_layout, break_even, speedup
 from ringspan.runtime.settings import missing_package
@@ -44,7 +48,10 @@ def plan(
     rank: Annotated[
         int | None, typer.Option(help="Show only this rank of the ring.", min=0, show_default="all, or a sample")
     ] = None,
-    layout: Annotated[str, typer.Option(help="contiguous, zigzag or both.")] = "both",
+    lengths: Annotated[str, typer.Option(metavar="COUNTS", help=LENGTHS_HELP, show_default="one document")] = "",
+    layout: Annotated[
+        str, typer.Option(help="contiguous, zigzag, balanced (by the work of the pattern), or all that differ.")
+    ] = "all",
     causal: Annotated[bool, typer.Option(help="Whether a query attends only to keys up to its own position.")] = True,
     routing: Annotated[
         str, typer.Option(help="relay (from neighbour to neighbour) or direct (from the owner).")
@@ -88,17 +95,23 @@ def plan(
 
     `ringspan plan --tokens 1e9 --ranks 10000 --rank 17 --no-measure`
 
+    `ringspan plan --pattern full --lengths 64k,512*128 --ranks 8 --no-measure`
+
     `ringspan plan --ranks 4 --draw pictures`
     """
 
+    packed = read_as("--lengths", read_documents, lengths) if lengths else None
     ring_size, length = read_as("--ranks", read_count, ranks), read_as("--tokens", read_count, tokens)
+    length = length if packed is None else sum(packed)
+    if packed is not None and draw is not None:
+        raise typer.BadParameter("figures show one document: give --tokens instead of --lengths", param_hint="--draw")
     planned = read_as("--pattern", read_pattern_at(length), pattern)
     try:
         plans = make_plans(
             planned,
             length,
             ring_size,
-            _layouts(layout),
+            _layouts(layout, planned, causal, packed),
             causal=causal,
             routing=cast("Routing", routing),
             batch=batch,
@@ -106,6 +119,7 @@ def plan(
             kv_heads=kv_heads or heads,
             head_dim=head_dim,
             dtype=dtype,
+            lengths=packed,
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
@@ -119,14 +133,15 @@ def plan(
     warning = warn_of_unselected(progress, planned, length, kv_heads or heads)
     measure = measure and ring_size > 1
     with progress.status("planning ...") as status:
-        costs = {name: layout_costs(ring, rank) for name, ring in plans.items()}
         if measure:
             status.update("measuring the compute and transfer rates of this machine ...")
         known = _rates(flops, bandwidth, latency, dtype, head_dim, measure)
+        plans = {name: replace(ring, costs=known.rates.costs) for name, ring in plans.items()}
+        costs = {name: layout_costs(ring, rank) for name, ring in plans.items()}
         compare = len(plans) > 1 and ring_size > 1 and (measure or rank is None)  # --rank plans that rank only
         advice = advise_layout(plans, known.rates) if compare else None
         answers = {}
-        if measure:
+        if measure and packed is None:
             status.update("computing from which length on a ring is faster ...")
             name = advice.layout if advice else next(iter(plans))
             answers = {name: _break_even(plans[name], known, pattern)}
@@ -165,14 +180,14 @@ def _print_lines(console: Console, lines: Sequence[str]) -> None:
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def _layouts(name: str) -> tuple[LayoutName, ...]:
-    if name == "both":
-        return get_args(LayoutName)
+def _layouts(name: str, pattern: Pattern, causal: bool, lengths: tuple[int, ...] | None) -> tuple[AnyLayout, ...]:
+    if name == "all":
+        return layouts_to_compare(pattern, causal, lengths)
     try:
         check_layout_name(name)
     except ValueError as error:
-        raise typer.BadParameter(f"{error}, or both", param_hint="--layout") from error
-    return (cast(LayoutName, name),)
+        raise typer.BadParameter(f"{error}, or 'all'", param_hint="--layout") from error
+    return (Balanced(pattern, causal) if name == "balanced" else cast(AnyLayout, name),)
 
 
 def _rates(
@@ -194,12 +209,13 @@ def _break_even(plan: RingPlan, known: KnownRates, pattern: str) -> tuple[BreakE
     return break_even(plan, known.rates, longest, pattern_at), speedup(plan, known.rates)
 
 
-def _draw(plans: dict[LayoutName, RingPlan], folder: Path) -> list[Path]:
+def _draw(plans: dict[AnyLayout, RingPlan], folder: Path) -> list[Path]:
     try:
         from ringspan.draw import draw_plans  # noqa: PLC0415
 
         with writing_to("--draw", folder):
-            return draw_plans(plans, folder)
+            names = {cast("LayoutName", str(name).split()[0]): plan for name, plan in plans.items()}
+            return draw_plans(names, folder)
     except ModuleNotFoundError as error:
         raise typer.BadParameter(missing_package("drawing", error.name, "plot"), param_hint="--draw") from error
 

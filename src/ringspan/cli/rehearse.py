@@ -11,7 +11,9 @@ import psutil
 import torch
 import typer
 
+from ringspan.balance import Balanced
 from ringspan.cli.options import (
+    LENGTHS_HELP,
     PATTERN_HELP,
     SPANNING,
     AsJson,
@@ -20,11 +22,12 @@ from ringspan.cli.options import (
     make_console,
     read_as,
     read_count,
+    read_documents,
     read_dtype,
     read_pattern_at,
     warn_of_unselected,
 )
-from ringspan.layout import LayoutName, check_layout_name
+from ringspan.layout import AnyLayout, check_layout_name
 from ringspan.planning import ByNode, RingPlan, Routing
 from ringspan.tools.pages import Table, rich_table
 from ringspan.tools.plan_report import headline, make_plans
@@ -38,7 +41,10 @@ def rehearse(
         int | None, typer.Option(help="Rehearse this rank only.", min=0, show_default="first, middle, last, worst")
     ] = None,
     pattern: Annotated[str, typer.Option(metavar="PATTERN", help=PATTERN_HELP)] = SPANNING,
-    layout: Annotated[str, typer.Option(help="contiguous or zigzag.")] = "zigzag",
+    lengths: Annotated[str, typer.Option(metavar="COUNTS", help=LENGTHS_HELP, show_default="one document")] = "",
+    layout: Annotated[
+        str, typer.Option(help="contiguous, zigzag or balanced (by the work of the pattern).")
+    ] = "zigzag",
     causal: Annotated[bool, typer.Option(help="Whether a query attends only to keys up to its own position.")] = True,
     routing: Annotated[str, typer.Option(help="relay, direct, or nodes (needs --ranks-per-node).")] = "relay",
     heads: Heads = 8,
@@ -76,6 +82,8 @@ def rehearse(
     if rank is not None and rank >= ring_size:
         raise typer.BadParameter(f"{rank}: must be in 0 .. {ring_size - 1}", param_hint="--rank")
     dtype, length = read_as("--dtype", read_dtype, dtype), read_as("--tokens", read_count, tokens)
+    packed = read_as("--lengths", read_documents, lengths) if lengths else None
+    length = length if packed is None else sum(packed)
     try:
         network = Network(bandwidth, latency, ranks_per_node, bandwidth_across)
         plan = _plan(
@@ -89,6 +97,7 @@ def rehearse(
             kv_heads=kv_heads or heads,
             head_dim=head_dim,
             dtype=dtype,
+            lengths=packed,
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
@@ -118,7 +127,7 @@ def rehearse(
 
 def _plan(pattern: Any, tokens: int, ring_size: int, layout: str, **options: Any) -> RingPlan:
     check_layout_name(layout)
-    name = cast(LayoutName, layout)
+    name = Balanced(pattern, options["causal"]) if layout == "balanced" else cast(AnyLayout, layout)
     return make_plans(pattern, tokens, ring_size, (name,), batch=1, **options)[name]
 
 
@@ -187,7 +196,7 @@ def _document(plan: RingPlan, network: Network, dtype: str, ring: RehearsedRing)
         "pattern": plan.pattern.text,
         "tokens": plan.layout.rows,
         "ranks": plan.layout.ring_size,
-        "layout": plan.layout.name,
+        "layout": str(plan.layout.name),
         "causal": plan.causal,
         "routing": str(plan.routing),
         "dtype": dtype,

@@ -20,6 +20,7 @@ from ringspan.cli.options import (
     read_counts,
     read_dtype,
     read_pattern,
+    refuse_balanced,
 )
 from ringspan.layout import LayoutName, check_layout_name
 from ringspan.tools.pages import Page, print_page, split_at_markers, write_into, write_page
@@ -204,6 +205,7 @@ def _implementation(attention: str, pattern: str, layout: str) -> AttentionUnder
         check_layout_name(layout)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+    refuse_balanced(layout)
     wanted = read_as("--pattern", read_pattern, pattern or _PATTERN)
     return AttentionUnderTest(pattern=wanted, layout=cast("LayoutName", layout))
 

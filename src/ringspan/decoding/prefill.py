@@ -109,7 +109,9 @@ def attention_prefill(
     packed = document_lengths(lengths, cu_seqlens, seq_len)
     settings: dict[str, Any] = dict(scale=scale, softcap=softcap, sinks=sinks)
     gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
-    layout = ring.agree(k.shape[1], lambda: _metadata(q, k, v, cache, packed, gradients, **settings), seq_len, k)
+    layout = ring.agree(
+        k.shape[1], lambda: _metadata(q, k, v, cache, packed, gradients, **settings), seq_len, k, packed
+    )
     if gradients:
         raise ValueError(
             "q, k, v or sinks requires gradients, which a cache does not keep: call it under torch.no_grad()"

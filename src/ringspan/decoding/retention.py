@@ -355,8 +355,9 @@ class WindowRetention(Retention):
 def _rows_by_rank(start: int, stop: int, layout: Layout) -> Iterator[tuple[int, int, int, int]]:
     """Split rows ``start .. stop - 1`` of a sequence: rank, start, stop, and the rank's local row at the start."""
     for part in layout.rank_spans(start, stop):
-        span = next(s for s in layout.spans(part.rank) if s.start <= part.start < s.stop)
-        yield part.rank, part.start, part.stop, span.local + part.start - span.start
+        local = layout.local_row(part.rank, part.start)
+        assert local is not None
+        yield part.rank, part.start, part.stop, local
 
 
 def branch_retentions(pattern: Pattern, kv_heads: int, share: RankShare = RankShare()) -> tuple[Retention, ...]:

@@ -13,6 +13,7 @@ from ringspan.engine import forward_tile_, with_dense_rows
 from ringspan.execute import Call
 from ringspan.geometry import Documents, Pattern
 from ringspan.kernels import Kernel, ScoreOptions, accumulation_dtype
+from ringspan.planning import costs_for
 from ringspan.ring import Counters, Ring, RingError
 from ringspan.ring.simulated import ALONE
 from ringspan.softmax import merge_, merge_sinks_
@@ -206,7 +207,8 @@ def _attend_block(
 ) -> Result:
     """Attention within a block of rows, without the rows before it. Shifts the pattern to the block's position."""
     # Not `attention`, which warns about unselected rows for every new shift; the cache has warned for all rows.
-    call = Call(pattern.moved(position), None, True, scores, kernel, ALONE)
+    costs = costs_for("auto", q.device.type)
+    call = Call(pattern.moved(position), None, True, scores, kernel, costs, ALONE)
     out, lse, _ = call.forward(q, k, v, None, None, q.shape[1], (False, False, False, False))
     return out.to(lse.dtype), lse
 

@@ -11,6 +11,7 @@ from ringspan.draw.work import MOST_ROWS, draw_work, scaled_down
 from ringspan.geometry import SegmentBranch
 from ringspan.layout import LayoutName
 from ringspan.planning import Hop, RingPlan
+from ringspan.planning.heads import refuse_head_ranks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,6 +34,7 @@ def draw_schedule(plan: RingPlan) -> Figure:
     """
     from matplotlib.figure import Figure  # noqa: PLC0415
 
+    refuse_head_ranks("draw_schedule", plan.head_ranks)
     ranks, hops = len(plan.sample), max(len(plan.rank(rank).hops) for rank in plan.sample)
     small = plan.layout.ring_size <= _MOST_RANKS_WRITTEN and hops <= _MOST_HOPS_WRITTEN
     size = (max(2.1 * hops + 1.2, 5.5), 0.85 * ranks + 1.6) if small else (9.0, 6.0)

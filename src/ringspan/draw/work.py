@@ -10,6 +10,7 @@ from ringspan.draw.pattern import fitted, pattern_title, wrappable
 from ringspan.geometry import Dilated, Documents, Pattern, PatternSum, Window
 from ringspan.layout import Layout
 from ringspan.planning import Parcel, RingPlan
+from ringspan.planning.heads import refuse_head_ranks
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,6 +41,7 @@ def scaled_down(plan: RingPlan) -> tuple[RingPlan, str]:
     >>> note
     'Scaled down: 64 tokens for 32,768; pattern 4x1, 64x8 for 2048x1, 32768x16'
     """
+    refuse_head_ranks("scaled_down", plan.head_ranks)
     rows, size = plan.layout.rows, plan.layout.ring_size
     if rows <= MOST_ROWS and size <= MOST_RANKS:
         return plan, ""
@@ -148,6 +150,7 @@ def pairs_by_hop(plan: RingPlan, head: int = 0) -> NDArray[np.int64]:
     """(hops, rows, rows): the rank that computes query p against key t of a KV head at each hop; -1 if none does."""
     import numpy as np  # noqa: PLC0415
 
+    refuse_head_ranks("pairs_by_hop", plan.head_ranks)
     rows, ranks = plan.layout.rows, range(plan.layout.ring_size)
     if rows > _MOST_ROWS_BY_PAIR:
         raise ValueError(f"{rows} rows: at most {_MOST_ROWS_BY_PAIR} can be drawn pair by pair; use scaled_down(plan)")
@@ -159,9 +162,9 @@ def pairs_by_hop(plan: RingPlan, head: int = 0) -> NDArray[np.int64]:
     for rank in ranks:
         for number, hop in enumerate(plan.rank(rank).hops):
             for tile in hop.tiles:
-                i = head - tile.queries.head
-                if not 0 <= i < tile.queries.heads:
+                if head not in tile.queries.head_range:
                     continue
+                i = tile.queries.head_range.index(head)
                 queries = [held[rank][row] for row in tile.queries.lane(i)]
                 row_at = dict(enumerate(held[rank])) if tile.parcel is None else parcels[tile.parcel]
                 keys = [row_at[place] for place in tile.keys.lane(i)]
@@ -178,8 +181,8 @@ def _packed(plan: RingPlan, rank: int, head: int, held: list[int]) -> Iterator[t
     for packing in plan.rank(rank).packings:
         places: dict[int, int] = {}
         for own, there in packing.combs:
-            i = head - own.head
-            if 0 <= i < own.heads:
+            if head in own.head_range:
+                i = own.head_range.index(head)
                 places |= zip(there.lane(i), (held[row] for row in own.lane(i)), strict=True)
         yield packing.parcel, places
 

@@ -23,7 +23,7 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Comb:
-    """Rows of the heads ``head .. head + heads - 1``.
+    """Rows of ``heads`` heads from ``head`` on, ``head_stride`` apart.
 
     Row ``j`` of segment ``s`` for the ``i``-th of these heads is
     ``start + i * head_step + s * stride + j * step``.
@@ -40,9 +40,10 @@ class Comb:
     stride: int
     rows: int
     step: int
+    head_stride: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("heads", "segments", "rows", "step"):
+        for name in ("heads", "segments", "rows", "step", "head_stride"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: a comb has at least one; leave out empty combs")
         for name in ("head", "head_step", "start", "stride"):
@@ -54,55 +55,71 @@ class Comb:
         """The number of (row, head) pairs."""
         return self.heads * self.segments * self.rows
 
+    @property
+    def head_range(self) -> range:
+        """The heads of the comb."""
+        return range(self.head, self.head + self.heads * self.head_stride, self.head_stride)
+
     def lane(self, i: int) -> tuple[int, ...]:
         """All rows of the ``i``-th head of the comb, in order of segment, then row."""
         base = self.start + i * self.head_step
         return tuple(base + s * self.stride + j * self.step for s in range(self.segments) for j in range(self.rows))
 
 
-def group_heads(*frames: Sequence[Lane], segments: int = 1, stride: int = 0) -> Iterator[tuple[Comb, ...]]:
-    """Group adjacent heads into combs, with the same heads in every frame.
+def group_heads(*frames: Sequence[Lane], segments: int = 1, stride: int = 0) -> list[tuple[Comb, ...]]:
+    """Group heads into as few combs as possible, with the same heads in every frame.
 
-    A frame has one lane per head: a tile has one frame for queries and one for keys. Heads are grouped as long as, in
-    every frame, row counts are equal and starts increase by a non-negative constant. Heads without rows in some
-    frame are skipped. All frames repeat over the same ``segments``, ``stride`` rows apart.
+    A frame has one lane per head: a tile has one frame for queries and one for keys. Heads are grouped if they are
+    evenly spaced and, in every frame, row counts are equal and starts increase by a non-negative constant. Heads
+    without rows in some frame are skipped. All frames repeat over the same ``segments``, ``stride`` rows apart.
 
-    >>> lanes = [Lane(start, 4, 2) for start in (0, 1, 0, 1)]
-    >>> [(comb.head, comb.heads) for comb, in group_heads(lanes)]
-    [(0, 2), (2, 2)]
+    >>> lanes = [Lane(start, 4, 2) for start in (0, 1, 0, 1, 0, 1)]
+    >>> [list(comb.head_range) for comb, in group_heads(lanes)]
+    [[0, 2, 4], [1, 3, 5]]
     """
-    heads = len(frames[0])
-    first = 0
-    while first < heads:
-        if any(frame[first].rows == 0 for frame in frames):
-            first += 1
+    heads = [head for head in range(len(frames[0])) if all(frame[head].rows for frame in frames)]
+    fewest: list[list[int]] | None = None
+    for head_stride in range(1, max(2, len(frames[0]))):
+        groups = list(_alike(heads, frames, head_stride))
+        if fewest is None or len(groups) < len(fewest):
+            fewest = groups
+        if len(fewest) <= head_stride:
+            break  # a larger stride makes more groups
+    return [tuple(_comb(frame, group, segments, stride) for frame in frames) for group in fewest or []]
+
+
+def _alike(heads: Sequence[int], frames: Sequence[Sequence[Lane]], head_stride: int) -> Iterator[list[int]]:
+    """Split heads into runs ``head_stride`` apart whose lanes have equal counts and evenly rising starts."""
+    left = set(heads)
+    for first in heads:
+        if first not in left:
             continue
-        steps = [0] * len(frames)
-        last = first + 1
-        while last < heads:
-            rises = [frame[last].start - frame[last - 1].start for frame in frames]
-            if last == first + 1:
-                steps = rises
-            alike = all(frame[last].rows == frame[first].rows for frame in frames)
-            if not alike or rises != steps or min(rises) < 0:
+        run, rises = [first], None
+        while (head := run[-1] + head_stride) in left:
+            steps = [frame[head].start - frame[run[-1]].start for frame in frames]
+            alike = all(frame[head].rows == frame[first].rows for frame in frames)
+            if not alike or min(steps) < 0 or rises not in (None, steps):
                 break
-            last += 1
-        if last == first + 1:
-            steps = [0] * len(frames)
-        yield tuple(
-            Comb(
-                head=first,
-                heads=last - first,
-                head_step=step,
-                start=frame[first].start,
-                segments=segments,
-                stride=stride,
-                rows=frame[first].rows,
-                step=frame[first].step,
-            )
-            for frame, step in zip(frames, steps, strict=True)
-        )
-        first = last
+            run.append(head)
+            rises = steps
+        left -= set(run)
+        yield run
+
+
+def _comb(frame: Sequence[Lane], heads: list[int], segments: int, stride: int) -> Comb:
+    first = frame[heads[0]]
+    second = heads[1] if len(heads) > 1 else heads[0]
+    return Comb(
+        head=heads[0],
+        heads=len(heads),
+        head_step=frame[second].start - first.start,
+        start=first.start,
+        segments=segments,
+        stride=stride,
+        rows=first.rows,
+        step=first.step,
+        head_stride=max(1, second - heads[0]),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -460,6 +460,8 @@ def _row_places(
 ) -> tuple[int, Tensor, Tensor]:
     """Rows of the whole sequence, and for each row of this rank its position, (rows,), and slide, (batch, rows)."""
     whole = tiles + (1 if counts is None else len(counts))
+    if isinstance(ring, rs.Ring) and ring.layout not in ("contiguous", "zigzag"):
+        raise rs.RingError(f"layout={ring.layout!r}: slides are split contiguously or zigzag; make such a ring")
     rows = ring.layout_of(whole).rows_of(ring.rank) if isinstance(ring, rs.Ring) else whole
     documents = None if counts is None else torch.tensor(counts) + 1
     positions, _, slides = row_places(batch, rows, device, ring, whole, documents)

@@ -103,7 +103,7 @@ def shard(
         raise ValueError(f"lengths={packed}: add up to {sum(packed)}, but each row has {n} tokens; must be equal")
     if labels is not None and labels.shape != input_ids.shape:
         raise ValueError(f"labels {tuple(labels.shape)}: must be {tuple(input_ids.shape)}, one per token, not shifted")
-    layout = ring.layout_of(n)
+    layout = ring.layout_of(n, packed)
     if not all(layout.rows_of(rank) for rank in range(ring.size)):
         raise ValueError(
             f"{n} tokens over {ring.size} ranks: a rank would hold none, which models do not support; use fewer ranks"
@@ -114,13 +114,14 @@ def shard(
         borders = torch.tensor((0, *packed), device=input_ids.device).cumsum(0)
         positions = positions - borders[torch.bucketize(positions, borders[1:], right=True)]
         found["cu_seq_lens_q"] = borders
-    mine = [ring.split_sequence(x) for x in (input_ids, positions.expand(input_ids.shape))]
+    mine = [ring.split_sequence(x, lengths=packed) for x in (input_ids, positions.expand(input_ids.shape))]
     found |= {"input_ids": mine[0], "position_ids": mine[1]}
     if labels is not None:
         targets = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
         if packed is not None:
             targets[:, found["cu_seq_lens_q"][1:] - 1] = IGNORED
-        targets = ring.split_sequence(targets).contiguous()  # the library's loss flattens them with view()
+        # Contiguous, as the library's loss flattens them with view().
+        targets = ring.split_sequence(targets, lengths=packed).contiguous()
         counted = (targets != IGNORED).sum()
         dist.all_reduce(counted, group=group or ring.group)
         found |= {"labels": targets, "shift_labels": targets, "num_items_in_batch": counted}

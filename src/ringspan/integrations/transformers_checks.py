@@ -229,7 +229,8 @@ def positions_of_rank(
         if borders is None:
             raise _position_shape_error(positions)
         return None
-    expected = ring.positions(seq_len, device=positions.device)
+    lengths = None if borders is None else borders.diff()
+    expected = ring.positions(seq_len, positions.device, lengths, rows=positions.shape[1])
     if borders is not None:
         expected = expected - borders[torch.bucketize(expected, borders[1:], right=True)]
     config = getattr(module, "config", None)

@@ -66,9 +66,9 @@ class Decoder:
             hidden = self.model(tokens, lengths=lengths, caches=self.caches)
             last = torch.stack([hidden[text, row] for text, row in ends])
         else:
-            mine, n = self.ring.split_sequence(tokens), tokens.shape[1]
+            mine, n = self.ring.split_sequence(tokens, lengths=lengths), tokens.shape[1]
             hidden = self.model(mine, ring=self.ring, seq_len=n, lengths=lengths, caches=self.caches)
-            last = _rows_of_ring(hidden, ends, n, self.ring)
+            last = _rows_of_ring(hidden, ends, n, lengths, self.ring)
         return self.model.logits(last)
 
     @torch.no_grad()
@@ -122,13 +122,15 @@ class Decoder:
         return None if None in bounds else max(bound for bound in bounds if bound is not None)
 
 
-def _rows_of_ring(hidden: Tensor, wanted: list[tuple[int, int]], n: int, ring: rs.Ring) -> Tensor:
+def _rows_of_ring(
+    hidden: Tensor, wanted: list[tuple[int, int]], n: int, lengths: tuple[int, ...] | None, ring: rs.Ring
+) -> Tensor:
     """Hidden states of some (text, row) pairs, gathered on every rank of the ring."""
     found = hidden.new_zeros((len(wanted), hidden.shape[-1]))
-    spans = ring.layout_of(n).spans(ring.rank)
+    layout = ring.layout_of(n, lengths)
     for i, (text, row) in enumerate(wanted):
-        for span in spans:
-            if span.start <= row < span.stop:
-                found[i] = hidden[text, span.local + row - span.start]
+        local = layout.local_row(ring.rank, row)
+        if local is not None:
+            found[i] = hidden[text, local]
     dist.all_reduce(found, group=ring.group)  # one rank holds each row; the others add 0
     return found

@@ -58,10 +58,11 @@ def positions_of(
     if isinstance(ring, rs.Ring):
         if seq_len is None:
             raise ValueError("seq_len=None over a ring: pass the length of the whole sequence, not of this rank's rows")
-        places = ring.positions(seq_len, device)
+        places = ring.positions(seq_len, device, lengths, rows)
         if len(places) != rows:
             raise ValueError(
-                f"{rows} rows, but this rank holds {len(places)} of seq_len={seq_len}: pass ring.split_sequence(tokens)"
+                f"{rows} rows, but this rank holds {len(places)} of seq_len={seq_len}: pass "
+                "ring.split_sequence(tokens), with the same lengths"
             )
     else:
         if seq_len not in (None, rows):

@@ -1,8 +1,8 @@
 """A time model from a plan and three rates: which layout is faster, and from which length on a ring is faster.
 
 One device takes its FLOPs divided by its FLOP rate. A rank takes, for each step, the longer of its compute time and the
-transfer time of the parcels sent meanwhile, plus a latency for each step that transfers anything. docs/planning.md
-derives it. Nothing is measured here.
+transfer time of the parcels sent meanwhile, plus a latency for each step that transfers anything. Head ranks exchange
+heads before and after each pass, while nothing is computed. docs/planning.md derives it. Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ringspan.geometry import Documents, Pattern
-from ringspan.layout import Layout, LayoutName
+from ringspan.layout import AnyLayout, Layout
 from ringspan.planning.cost import RingPlan
+from ringspan.planning.nesting import CPU_COSTS, GPU_COSTS, TileCosts
 from ringspan.planning.rank import Hop
 from ringspan.planning.tiles import Message
 
@@ -24,17 +25,19 @@ _FEWEST_ROWS = 64  # per rank; shorter sequences are not considered
 _STEP, _BY_FAR = 1.05, 1.5  # see `break_even`
 _WHOLE_RING, _SAMPLED_RANKS = 8, 4  # in a ring of more than 8, only 4 ranks are modelled: both ends and two between
 _SAME = 1 + 1e-9  # a smaller ratio of two times is rounding
+_MUCH = 1.02  # a layout that is faster by less is not worth it if it is less simple
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceRates:
     """FLOP/s of a device in attention, bytes/s that it sends while it receives as many, and the latency of a hop in
-    seconds.
+    seconds. ``costs`` prices what its tiles take beyond their FLOPs.
     """
 
     flops: float
     bandwidth: float
     latency: float
+    costs: TileCosts = CPU_COSTS
 
     def __post_init__(self) -> None:
         for name in ("flops", "bandwidth"):
@@ -44,7 +47,7 @@ class DeviceRates:
             raise ValueError(f"latency={self.latency}: must be at least 0 seconds and finite")
 
 
-ASSUMED_RATES = DeviceRates(flops=1e14, bandwidth=25e9, latency=20e-6)  # a GPU and a 200 Gbit/s link
+ASSUMED_RATES = DeviceRates(1e14, bandwidth=25e9, latency=20e-6, costs=GPU_COSTS)  # a GPU and a 200 Gbit/s link
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,29 +65,40 @@ class RankTime:
 
 @dataclass(frozen=True, slots=True)
 class LayoutAdvice:
-    """The layout with the shorter modelled time, and the time of the slowest rank under each layout."""
+    """The layout with the shorter modelled time, and the time of the slowest rank under each layout.
 
-    layout: LayoutName
-    times: Mapping[LayoutName, RankTime]
+    ``head_ranks`` is the number of head ranks of the plans.
+    """
+
+    layout: AnyLayout
+    times: Mapping[AnyLayout, RankTime]
+    head_ranks: int = 1
 
     @property
     def reason(self) -> str:
         own = self.times[self.layout]
         others = {name: time for name, time in self.times.items() if name != self.layout}
         if all(time.total <= own.total * _SAME for time in others.values()):
-            return f"both layouts take {_short(own.total)} in the model, and this one is simpler"
-        slower = "".join(f"; {name}: {_spent(time)}" for name, time in others.items())
-        return f"faster in the model, {_spent(own)}{slower}"
+            every = "both" if len(self.times) == 2 else "all"
+            return f"{every} layouts take {_short(own.total)} in the model, and this one is simpler"
+        is_fastest = all(own.total <= time.total * _SAME for time in others.values())
+        why = "faster in the model" if is_fastest else f"simpler, and less than {_MUCH - 1:.0%} slower in the model"
+        return f"{why}, {_spent(own)}" + "".join(f"; {name}: {_spent(time)}" for name, time in others.items())
 
     def __str__(self) -> str:
-        return f"{self.layout}: {self.reason}"
+        heads = f", {self.head_ranks} head ranks" if self.head_ranks > 1 else ""
+        return f"{self.layout}{heads}: {self.reason}"
 
 
-def advise_layout(plans: Mapping[LayoutName, RingPlan], rates: DeviceRates) -> LayoutAdvice:
-    """Compare plans that differ only in layout by the time of their slowest rank. On a tie, the first wins."""
+def advise_layout(plans: Mapping[AnyLayout, RingPlan], rates: DeviceRates) -> LayoutAdvice:
+    """Compare plans that differ only in layout by the time of their slowest rank, in order of simplicity.
+
+    The first one wins that is less than 2 % slower than the fastest.
+    """
     times = {name: slowest_rank_time(plan, rates) for name, plan in plans.items()}
     least = min(time.total for time in times.values())
-    return LayoutAdvice(next(name for name, time in times.items() if time.total <= least * _SAME), times)
+    found = next(name for name, time in times.items() if time.total <= least * _MUCH)
+    return LayoutAdvice(found, times, plans[found].head_ranks)
 
 
 def _spent(time: RankTime) -> str:
@@ -144,7 +158,7 @@ def break_even(
     >>> from ringspan.planning import TensorSizes
     >>> ring = RingPlan(Full(), Documents((4096,)), Layout("zigzag", 4096, 4), True, "relay", TensorSizes())
     >>> break_even(ring, DeviceRates(flops=1e14, bandwidth=25e9, latency=20e-6)).length
-    11083
+    10555
     """
     if len(plan.documents.lengths) != 1:
         raise ValueError(f"{len(plan.documents.lengths)} documents: the model takes one; plan a single document")
@@ -153,7 +167,7 @@ def break_even(
 
     def at(length: int) -> RingPlan:
         pattern = plan.pattern if pattern_at is None else pattern_at(length)
-        layout = Layout(plan.layout.name, length, plan.layout.ring_size)
+        layout = replace(plan.layout, rows=length)
         return replace(plan, pattern=pattern, documents=Documents((length,)), layout=layout)
 
     def faster(length: int) -> float:
@@ -191,16 +205,20 @@ def time_alone(plan: RingPlan, rates: DeviceRates) -> RankTime:
 
 
 def slowest_rank_time(plan: RingPlan, rates: DeviceRates) -> RankTime:
-    """The time of the slowest rank. In a ring of more than 8, only both ends and two ranks between are modelled."""
+    """The time of the slowest rank.
+
+    In a ring of more than 8, only both ends and two ranks between are modelled; with packed documents, whose ranks
+    differ more, up to 64 ranks.
+    """
     size = plan.layout.ring_size
     sample = [round(i * (size - 1) / (_SAMPLED_RANKS - 1)) for i in range(_SAMPLED_RANKS)]
-    ranks = range(size) if size <= _WHOLE_RING else sample
+    ranks = range(size) if size <= _WHOLE_RING else sample if len(plan.documents.lengths) == 1 else plan.sample
     return max((rank_time(plan, rank, rates) for rank in ranks), key=lambda time: time.total)
 
 
 def rank_time(plan: RingPlan, rank: int, rates: DeviceRates) -> RankTime:
     """The time of one rank that waits only for transfers, not for slower ranks."""
-    steps = [(flops / rates.flops, sent / rates.bandwidth) for flops, sent in _steps(plan, rank)]
+    steps = [(flops / rates.flops, sent / rates.bandwidth) for flops, sent in _steps(plan, rank, rates.costs)]
     return RankTime(
         work=sum(work for work, _ in steps),
         waiting=sum(max(0.0, transfer - work) for work, transfer in steps),
@@ -208,32 +226,38 @@ def rank_time(plan: RingPlan, rank: int, rates: DeviceRates) -> RankTime:
     )
 
 
-def _steps(plan: RingPlan, rank: int) -> Iterator[tuple[int, int]]:
+def _steps(plan: RingPlan, rank: int, costs: TileCosts) -> Iterator[tuple[float, int]]:
     """(FLOPs, bytes transferred meanwhile) of each step, forward and then backward.
 
     While a hop is computed, the parcels of the next hop arrive. In backward, the gradients of the previous hop are sent
-    too, so backward ends with a step without work. Bytes are those of the busier direction.
+    too, so backward ends with a step without work. Bytes are those of the busier direction. The exchanges of head ranks
+    are steps without work, listed first.
     """
     sizes, hops, nothing = plan.sizes, plan.rank(rank).hops, Hop()
-    pair = sizes.batch * (sizes.heads // sizes.kv_heads) * sizes.head_dim
+    copies = sizes.batch * plan.queries_per_kv_head
+    yield from ((0, max(e.sent, e.received)) for way in (False, True) for e in plan.exchanges(rank, backward=way))
     for hop, following in zip(hops, (*hops[1:], nothing), strict=True):
         rows = max(_rows(following.sends), _rows(following.receives))
-        yield FORWARD_FLOPS * pair * _pairs(hop), rows * sizes.parcel_row_bytes
+        yield FORWARD_FLOPS * sizes.head_dim * _price(hop, costs, copies), rows * sizes.parcel_row_bytes
     backward = zip((nothing, *hops), (*hops, nothing), (*hops[1:], nothing, nothing), strict=True)
     for before, hop, following in backward:
         outgoing = _rows(following.sends) * sizes.parcel_row_bytes
         outgoing += _rows(before.gradients_out) * sizes.gradient_row_bytes
         incoming = _rows(following.receives) * sizes.parcel_row_bytes
         incoming += _rows(before.gradients_in) * sizes.gradient_row_bytes
-        yield BACKWARD_FLOPS * pair * _pairs(hop), max(outgoing, incoming)
+        yield BACKWARD_FLOPS * sizes.head_dim * _price(hop, costs, copies), max(outgoing, incoming)
 
 
 def _rows(messages: Sequence[Message]) -> int:
     return sum(message.parcel.rows for message in messages)
 
 
-def _pairs(hop: Hop) -> int:
-    return sum(tile.pairs for tile in hop.tiles)
+def _price(hop: Hop, costs: TileCosts, copies: int) -> float:
+    """The work of a hop in pairs: those of its tiles, and what tiles cost besides."""
+    return sum(
+        costs.price(q.rows, tile.keys.rows, tile.mask, copies * q.segments * q.heads)
+        for tile, q in ((tile, tile.queries) for tile in hop.tiles)
+    )
 
 
 def _odd(length: int) -> int:

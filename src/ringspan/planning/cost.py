@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
 from ringspan.geometry import Branch, Documents, Pattern, SegmentBranch, WindowBranch
 from ringspan.layout import Layout, RankSpan
+from ringspan.planning.heads import head_ranks_of, heads_of, inside_ring, ring_routing, shards_of
+from ringspan.planning.nesting import CPU_COSTS, TileCosts
 from ringspan.planning.rank import Hop, RankPlan, plan_rank
-from ringspan.planning.routes import Routing, node_of, shared_window
+from ringspan.planning.routes import ByNode, Routing, node_of, shared_window
 from ringspan.planning.tiles import Message, Parcel
 
 _MOST_RANKS_SAMPLED = 64  # in a larger ring: both ends and an even sample between
@@ -52,14 +54,26 @@ class TensorSizes:
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Bytes on one rank: its rows of all tensors (inputs, outputs, accumulators, gradients) and its peak of parcels."""
+    """Bytes on one rank: its rows of all tensors (inputs, outputs, accumulators, gradients) and its peak of parcels.
+
+    ``exchanged``: with head ranks, also the tensors for its own heads, and the messages that carry them.
+    """
 
     rows: int
     parcels: int
+    exchanged: int = 0
 
     @property
     def total(self) -> int:
-        return self.rows + self.parcels
+        return self.rows + self.parcels + self.exchanged
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Bytes that a rank sends to and receives from the other head ranks of its shard, at once."""
+
+    sent: int
+    received: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +81,14 @@ class Reach:
     """``longest`` is the most rows from the first to the last key that a query sees, in a document of ``tokens`` rows.
 
     ``crossing`` has the length of the segments or windows of each branch that sends rows between ranks; if empty, the
-    ring sends nothing.
+    ring sends nothing. With head ranks, these are the ranks that compute the same heads.
     """
 
     tokens: int
     ring_size: int
     longest: int
     crossing: tuple[int, ...]
+    head_ranks: int = 1
 
     def __str__(self) -> str:
         seen = (
@@ -82,7 +97,8 @@ class Reach:
             else f"at most {self.longest:,} of {self.tokens:,} tokens"
         )
         if self.ring_size > 1 and not self.crossing:
-            return f"No branch crosses ranks, so nothing is sent; a token reaches {seen}."
+            sent = "nothing is sent" if self.head_ranks == 1 else "only heads are exchanged"
+            return f"No branch crosses ranks, so {sent}; a token reaches {seen}."
         if self.ring_size > 1:
             lengths = ", ".join(f"{w:,}" for w in dict.fromkeys(self.crossing))
             return f"A token reaches {seen}; branches of {lengths} rows cross ranks."
@@ -99,12 +115,52 @@ class RingPlan:
     causal: bool
     routing: Routing
     sizes: TensorSizes
+    costs: TileCosts | None = CPU_COSTS
 
     def rank(self, rank: int) -> RankPlan:
         """The plan of one rank."""
-        return plan_rank(
-            self.pattern, self.documents, self.layout, rank, self.sizes.kv_heads, self.causal, self.routing
+        pattern, layout, rank, kv_heads, routing = inside_ring(
+            self.pattern, self.layout, rank, self.sizes.kv_heads, self.routing
         )
+        return plan_rank(pattern, self.documents, layout, rank, kv_heads, self.causal, routing, self.costs)
+
+    @property
+    def head_ranks(self) -> int:
+        """How many ranks hold each shard together and exchange heads; 1 in a plain ring."""
+        return head_ranks_of(self.layout)
+
+    @property
+    def queries_per_kv_head(self) -> int:
+        """How many query heads read each KV head that a rank computes. Fewer if KV heads are replicated."""
+        return self._own_heads[0] // self._own_heads[1]
+
+    @property
+    def _own_heads(self) -> tuple[int, int]:
+        """The query heads and KV heads that a rank computes."""
+        sizes, head_ranks = self.sizes, self.head_ranks
+        return len(heads_of(0, sizes.heads, head_ranks)), len(heads_of(0, sizes.kv_heads, head_ranks))
+
+    def exchanges(self, rank: int, *, backward: bool = False) -> tuple[Exchange, ...]:
+        """What head ranks exchange before and after a pass; empty without them.
+
+        Forward exchanges q, k and v, then out and lse. Backward exchanges these again with the gradients of out and
+        lse, then the gradients of q, k and v, which all need gradients here. Sinks for each row are not counted.
+        """
+        if self.head_ranks == 1:
+            return ()
+        (heads, kv_heads), sizes = self._own_heads, self.sizes
+        number, wide = sizes.head_dim * sizes.number_bytes, sizes.head_dim * sizes.wide_bytes
+        if backward:
+            replicated = self.head_ranks > sizes.kv_heads  # summed, so they are sent in the accumulation dtype
+            row_before = (3 * heads + 2 * kv_heads) * number + 2 * heads * sizes.wide_bytes
+            row_after = heads * number + 2 * kv_heads * (wide if replicated else number)
+        else:
+            row_before, row_after = (heads + 2 * kv_heads) * number, heads * (number + sizes.wide_bytes)
+        first = rank - rank % self.head_ranks
+        own = self.layout.rows_of(rank) * sizes.batch
+        others = sum(self.layout.rows_of(peer) for peer in range(first, first + self.head_ranks)) * sizes.batch - own
+        out = own * (self.head_ranks - 1)
+        return Exchange(out * row_before, others * row_before), Exchange(others * row_after, out * row_after)
 
     def bytes_sent(self, rank: int, *, backward: bool = False) -> int:
         """Bytes that a rank sends in a forward pass or, with ``backward=True``, in a backward pass.
@@ -115,18 +171,30 @@ class RingPlan:
         hops = self.rank(rank).hops
         forward = sum(message.parcel.rows for hop in hops for message in hop.sends) * self.sizes.parcel_row_bytes
         gradients = sum(m.parcel.rows for hop in hops for m in hop.gradients_out) * self.sizes.gradient_row_bytes
-        return forward + gradients if backward else forward
+        exchanged = sum(exchange.sent for exchange in self.exchanges(rank, backward=backward))
+        return exchanged + (forward + gradients if backward else forward)
 
     def bytes_received(self, rank: int, *, backward: bool = False) -> int:
         """Bytes that a rank receives in a forward pass or, with ``backward=True``, in a backward pass."""
         hops = self.rank(rank).hops
         forward = sum(message.parcel.rows for hop in hops for message in hop.receives) * self.sizes.parcel_row_bytes
         gradients = sum(m.parcel.rows for hop in hops for m in hop.gradients_in) * self.sizes.gradient_row_bytes
-        return forward + gradients if backward else forward
+        exchanged = sum(exchange.received for exchange in self.exchanges(rank, backward=backward))
+        return exchanged + (forward + gradients if backward else forward)
 
     def work(self, rank: int) -> int:
         """The number of (query, key) pairs that a rank computes, over all query heads of one batch element."""
-        return self.rank(rank).pairs * (self.sizes.heads // self.sizes.kv_heads)
+        return self.rank(rank).pairs * self.queries_per_kv_head
+
+    def work_seen(self, rank: int) -> int:
+        """`work` as the pattern defines it: a pair that several branches see counts once for each of them."""
+        return self.rank(rank).pairs_seen * self.queries_per_kv_head
+
+    @cached_property
+    def share_computed(self) -> float:
+        """The pairs that are computed over those that the branches see; below 1 where branches share pairs."""
+        seen = sum(self.work_seen(rank) for rank in self.sample)
+        return sum(self.work(rank) for rank in self.sample) / seen if seen else 1.0
 
     @cached_property
     def imbalance(self) -> float:
@@ -138,7 +206,9 @@ class RingPlan:
     @cached_property
     def reach(self) -> Reach:
         """The longest distance between a query and its keys, and which segments cross ranks."""
-        return find_reach(self.pattern, self.documents, self.layout, self.sizes.kv_heads, self.causal)
+        shards = shards_of(self.layout)
+        reach = find_reach(self.pattern, self.documents, shards, self.sizes.kv_heads, self.causal)
+        return replace(reach, head_ranks=self.head_ranks)
 
     @cached_property
     def sample(self) -> Sequence[int]:
@@ -159,7 +229,11 @@ class RingPlan:
         if backward:
             total += query_rows * sizes.head_dim * sizes.number_bytes  # the gradient of the output
             total += inputs + (query_rows + 2 * key_rows) * accumulated  # gradients and their accumulators
-        return RankMemory(total, self._peak_parcels(rank, backward))
+        exchanged = 0
+        if self.head_ranks > 1:  # what arrives, its own part of it, and the messages to send
+            before, _ = self.exchanges(rank, backward=backward)
+            exchanged = before.sent + before.sent // (self.head_ranks - 1) + before.received
+        return RankMemory(total, self._peak_parcels(rank, backward), exchanged)
 
     def _peak_parcels(self, rank: int, backward: bool) -> int:
         """Parcels in use, in transfer, or kept to be forwarded at a later hop; in backward also their gradients.
@@ -172,7 +246,7 @@ class RingPlan:
             coming = own.hop(number + 1)
             held |= {m.parcel: m.parcel.rows for m in own.hop(number).receives}
             held = {parcel: rows for parcel, rows in held.items() if last[parcel] > number}
-            packed = sum(m.parcel.rows for m in coming.sends if m.parcel.owner == rank)
+            packed = sum(m.parcel.rows for m in coming.sends if m.parcel.owner == own.rank)
             parcels.append(sum(held.values()) + _rows(coming.receives) + packed)
         gradients = accumulate(self._gradient_rows(rank) if backward else [0] * len(parcels), max)
         sizes = self.sizes
@@ -184,12 +258,12 @@ class RingPlan:
     def _gradient_rows(self, rank: int) -> list[int]:
         """For each hop, the peak of gradient rows held: in transfer, being accumulated, and waiting for their hop."""
         held, in_transfer, waiting = [], 0, dict[Parcel, int]()
-        before = Hop()
-        for hop in self.rank(rank).hops:
+        plan, before = self.rank(rank), Hop()
+        for hop in plan.hops:
             own = _rows(hop.receives)
             # While this hop is computed, the gradients of the previous hop are in transfer. Then its own are sent.
             computing = own + in_transfer + sum(waiting.values())
-            waiting |= {m.parcel: m.parcel.rows for m in before.gradients_in if m.parcel.owner != rank}
+            waiting |= {m.parcel: m.parcel.rows for m in before.gradients_in if m.parcel.owner != plan.rank}
             for message in hop.receives:
                 waiting.pop(message.parcel, None)
             in_transfer, before = own + _rows(hop.gradients_in), hop
@@ -209,7 +283,7 @@ class RingPlan:
             lines.append(
                 (
                     str(rank),
-                    f"{plan.rows:,}",
+                    f"{self.layout.rows_of(rank):,}",
                     str(len(plan.tiles)),
                     str(len(plan.hops) - 1),
                     str(sum(len(hop.receives) for hop in plan.hops)),
@@ -223,8 +297,11 @@ class RingPlan:
         table = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
         title = (
             f"{self.pattern.text}; n = {self.layout.rows:,} over {size} ranks, {self.layout.name}, {self.routing}"
+            f"{f', {self.head_ranks} head ranks' if self.head_ranks > 1 else ''}"
             f"{', causal' if self.causal else ''}; imbalance {self.imbalance:.3f}"
         )
+        if self.share_computed < 1:
+            title += f"; computes {self.share_computed:.1%} of the pairs that its branches see, each once"
         return "\n".join([title, *table])
 
 
@@ -266,16 +343,18 @@ def traffic(plan: RingPlan, ranks_per_node: int, *, backward: bool = False) -> T
     >>> across("direct"), across("relay"), across(ByNode(4))
     (16384, 7168, 4096)
     """
+    ring_routing(ByNode(ranks_per_node), plan.head_ranks)  # raises if head ranks are not in one node
     inside, parcels_across, gradients_across = 0, 0, 0
     for rank in range(plan.layout.ring_size):
-        here = node_of(rank, ranks_per_node)
+        here, part = node_of(rank, ranks_per_node), rank % plan.head_ranks
+        inside += sum(exchange.sent for exchange in plan.exchanges(rank, backward=backward))
         for hop in plan.rank(rank).hops:
             moves = [(message.peer, message.parcel.rows * plan.sizes.parcel_row_bytes, False) for message in hop.sends]
             if backward:
                 row_bytes = plan.sizes.gradient_row_bytes
                 moves += [(m.peer, m.parcel.rows * row_bytes, True) for m in hop.gradients_out]
             for peer, size, is_gradient in moves:
-                if node_of(peer, ranks_per_node) == here:
+                if node_of(peer * plan.head_ranks + part, ranks_per_node) == here:
                     inside += size
                 elif is_gradient:
                     gradients_across += size

@@ -11,20 +11,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from ringspan.geometry import (
-    Branch,
-    Comb,
-    Documents,
-    Pattern,
-    SegmentBranch,
-    WindowBranch,
-    band,
-    group_heads,
-    segment_runs,
-)
+from ringspan.geometry import Comb, Documents, Lane, Pattern, WindowBranch, band, group_heads
 from ringspan.layout import Layout, Span
-from ringspan.planning.routes import Routing, Shared, SharedSegment, owner_sends, shared_window
-from ringspan.planning.tiles import Message, Packing, Parcel, Tile, fuse_equal_segments, parcel_lanes
+from ringspan.planning.chain import Chain, Product, Region, Rows, triangle
+from ringspan.planning.nesting import CPU_COSTS, TileCosts, group_branches
+from ringspan.planning.routes import (
+    P,
+    Routing,
+    Shared,
+    SharedSegment,
+    Strand,
+    owner_sends,
+    shared_segment,
+    shared_window,
+)
+from ringspan.planning.tiles import Message, Packing, Parcel, Tile, fuse_equal_segments
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,11 @@ class RankPlan:
         return sum(tile.pairs for hop in self.hops for tile in hop.tiles)
 
     @property
+    def pairs_seen(self) -> int:
+        """The number of pairs as the pattern defines them: a pair that is seen in two branches counts twice."""
+        return sum(tile.pairs * tile.multiplicity for hop in self.hops for tile in hop.tiles)
+
+    @property
     def fresh_everywhere(self) -> bool:
         """Whether every row of every head has a fresh tile, so that accumulators need no initialisation."""
         return sum(tile.queries.size for tile in self.tiles if tile.fresh) == self.rows * self.kv_heads
@@ -93,39 +99,45 @@ def plan_rank(
     kv_heads: int,
     causal: bool,
     routing: Routing = "relay",
+    costs: TileCosts | None = CPU_COSTS,
 ) -> RankPlan:
     """The plan of one rank. A ring of one rank has one hop and no parcels.
 
+    With ``costs``, pairs that several branches see are computed once where that is cheaper.
+
     >>> from ringspan.geometry import Dilated
     >>> one = Layout("contiguous", 2**30, ring_size=1)
-    >>> len(plan_rank(Dilated((2048, 8192), (1, 4)), Documents((2**30,)), one, 0, kv_heads=4, causal=True).tiles)
+    >>> pattern, documents = Dilated((2048, 8192), (1, 4)), Documents((2**30,))
+    >>> len(plan_rank(pattern, documents, one, 0, kv_heads=4, causal=True, costs=None).tiles)
     2
     """
     draft = _Draft(layout, rank, kv_heads, causal, routing)
-    for number in range(len(pattern.branches(documents.rows, kv_heads))):
-        local: list[Tile] = []
-        for start, stop in documents.spans():
-            held = [span for span in draft.spans if max(start, span.start) < min(stop, span.stop)]
-            if not held:
-                continue
-            branch = pattern.branches(stop - start, kv_heads)[number]
-            if isinstance(branch, WindowBranch):
-                branch = _window_or_segment(branch, stop - start, kv_heads, causal)
-            if isinstance(branch, WindowBranch):
-                local += draft.add_window(number, branch, (start, stop), held)
+    rows_per_rank = -(-layout.rows // layout.ring_size)
+    local: list[Tile] = []
+    for (start, stop), held in _documents_of(documents, draft.spans):
+        for group in group_branches(pattern, stop - start, kv_heads, rows_per_rank, causal, costs):
+            if isinstance(group, Chain):
+                local += draft.add_chain(group, (start, stop), held)
             else:
-                local += draft.add_segments(number, branch, (start, stop), held)
-        # Fresh tiles store their results, so they come before other tiles of the same rows.
-        draft.hops[0].tiles += sorted(fuse_equal_segments(local), key=lambda tile: not tile.fresh)
+                local += draft.add_window(*group, (start, stop), held)
+    # Fresh tiles store their results, so they come before other tiles of the same rows.
+    draft.hops[0].tiles = sorted(fuse_equal_segments(local), key=lambda tile: not tile.fresh)
     hops = tuple(draft.hops[number].hop() for number in range(max(draft.hops, default=0) + 1))
     return RankPlan(rank, layout.rows_of(rank), kv_heads, hops, tuple(draft.packings))
 
 
-def _window_or_segment(window: WindowBranch, rows: int, kv_heads: int, causal: bool) -> Branch:
-    """The window under causality, or one segment if it covers the document: that is one tile instead of a few."""
-    window = window.up_to_own_row() if causal else window
-    covers = window.rate == 1 and window.left >= rows - 1 and (causal or window.right >= rows - 1)
-    return SegmentBranch(rows, 1, offsets=(0,) * kv_heads) if covers else window
+def _documents_of(documents: Documents, spans: tuple[Span, ...]) -> Iterator[tuple[Rows, list[Rows]]]:
+    """The documents that a rank holds rows of, each with its ranges of these rows. Spans are in order."""
+    first = 0
+    for start, stop in documents.spans():
+        while first < len(spans) and spans[first].stop <= start:
+            first += 1
+        held, i = [], first
+        while i < len(spans) and spans[i].start < stop:
+            held.append((max(start, spans[i].start), min(stop, spans[i].stop)))
+            i += 1
+        if start < stop and held:
+            yield (start, stop), held
 
 
 @dataclass
@@ -156,49 +168,72 @@ class _Draft:
         """The row of the sequence that would be local row 0, in the span that holds ``row``."""
         return next(span.start - span.local for span in self.spans if span.start <= row < span.stop)
 
-    def add_segments(
-        self, number: int, branch: SegmentBranch, document: tuple[int, int], held: list[Span]
-    ) -> Iterator[Tile]:
-        """Plan the segments of one document that cross ranks; yield the tiles of the others."""
+    def add_chain(self, chain: Chain, document: Rows, held: list[Rows]) -> Iterator[Tile]:
+        """Plan the segments of one document that cross ranks; yield the tiles of the rank's own rows."""
         start, stop = document
-        shared: dict[int, SharedSegment] = {}
-        for span in held:
-            first, last = max(start, span.start), min(stop, span.stop)
-            for run in segment_runs(first - start, last - start, branch):
-                begin = start + run.start - run.phase
-                end = begin + run.segments * branch.segment_length
-                if max(begin, start) >= first and min(end, stop) <= last:
-                    lanes = run.lanes(branch, origin=span.start - span.local - start)
-                    stride = branch.segment_length if run.segments > 1 else 0
-                    for (comb,) in group_heads(lanes, segments=run.segments, stride=stride):
-                        yield Tile(comb, comb, "causal" if self.causal else "full", fresh=number == 0)
-                elif begin not in shared:
-                    parts = tuple(self.layout.rank_spans(max(begin, start), min(end, stop)))
-                    shared[begin] = SharedSegment(number, branch, begin, parts, self.causal)
-        for segment in shared.values():
-            self._add_messages(segment)
-            for key_part in segment.own_parts(self.rank):
-                self.hops[0].tiles += self._segment_tiles(segment, key_part)
-            for key_part in segment.needed_parts(self.rank):
-                hop = segment.distance(segment.owner(key_part), self.rank)
-                self.hops[hop].tiles += self._segment_tiles(segment, key_part)
+        mine = [(first - start, last - start) for first, last in held]
+        for queries in mine:
+            origin = self.origin(start + queries[0]) - start
+            for region in chain.own_regions(*queries, self.causal):
+                yield from self._own_tiles(chain, region, origin, origin)
+            for keys in mine:
+                if keys < queries or (keys > queries and not self.causal):
+                    for region in chain.cross_regions(queries, keys):
+                        yield from self._own_tiles(chain, region, origin, self.origin(start + keys[0]) - start)
+        if sum(last - first for first, last in mine) == stop - start:
+            return
+        planned: set[int] = set()
+        for first, last in mine:
+            for row in (first, last - 1):
+                segment, end = chain.block(chain.top, row)
+                inside = first <= max(segment, 0) and min(end, stop - start) <= last
+                if segment not in planned and not inside:
+                    self._add_shared(shared_segment(chain, document, row, self.layout, self.causal))
+                planned.add(segment)
 
-    def add_window(
-        self, number: int, window: WindowBranch, document: tuple[int, int], held: list[Span]
-    ) -> Iterator[Tile]:
+    def _add_shared(self, shared: SharedSegment) -> None:
+        """Plan what the ranks of a segment exchange, and the tiles of what this rank receives."""
+        self._add_messages(shared)
+        for strand in shared.needed_parts(self.rank):
+            hop = self.hops[shared.distance(shared.owner(strand), self.rank)]
+            alone = len(shared.strands(self.rank, strand.part)) == 1
+            for i in shared.parts_of[self.rank]:
+                sees = not self.causal or i > strand.part
+                if sees and (alone or (i > strand.part) == strand.after):
+                    hop.tiles += self._received_tiles(shared, strand, i)
+
+    def _own_tiles(self, chain: Chain, region: Region, query_origin: int, key_origin: int) -> Iterator[Tile]:
+        """Tiles of the rank's own rows. ``fresh`` tiles have the branch that comes first in the pattern."""
+        for product in chain.products(region, self.causal):
+            queries = _moved(chain.lanes(product.queries, *region.queries), query_origin)
+            keys = _moved(chain.lanes(product.keys, *region.keys), key_origin)
+            yield from _tiles(product, queries, keys, region, fresh=product.fresh and 0 in chain.numbers)
+
+    def _received_tiles(self, shared: SharedSegment, strand: Strand, query_part: int) -> Iterator[Tile]:
+        """The rank's queries in a part against the keys of a received parcel."""
+        chain, parcel = shared.chain, shared.parcel(strand)
+        origin = self.origin(shared.document + shared.parts[query_part].start) - shared.document
+        for region in chain.cross_regions(shared.rows(query_part), shared.rows(strand.part)):
+            if region.within < strand.level:
+                continue  # no rows: otherwise the strand would be of this level
+            for product in chain.products(region, self.causal):
+                queries = _moved(chain.lanes(product.queries, *region.queries), origin)
+                for keys in shared.key_lanes(strand, product.keys, region.keys):
+                    yield from _tiles(product, queries, keys, region, parcel)
+
+    def add_window(self, number: int, window: WindowBranch, document: Rows, held: list[Rows]) -> Iterator[Tile]:
         """Plan what a document's windows exchange with other ranks; yield the tiles of the rank's own rows."""
         start, stop = document
-        mine = [(max(start, span.start), min(stop, span.stop)) for span in held]
-        for queries in mine:
-            for keys in mine:
+        for queries in held:
+            for keys in held:
                 yield from self._window_tiles(window, document, queries, keys, fresh=number == 0 and keys == queries)
-        if sum(last - first for first, last in mine) == stop - start:
+        if sum(last - first for first, last in held) == stop - start:
             return
         shared = shared_window(number, window, self.kv_heads, document, self.layout)
         self._add_messages(shared)
         for part in shared.needed_parts(self.rank):
             hop = self.hops[shared.distance(shared.owner(part), self.rank)]
-            for queries in mine:
+            for queries in held:
                 keys, parcel = shared.rows(part), shared.parcel(part)
                 hop.tiles += self._window_tiles(window, document, queries, keys, parcel=parcel)
 
@@ -225,20 +260,7 @@ class _Draft:
             key_comb = Comb(0, self.kv_heads, head_step, part.key - to_keys, rows=part.key_rows, **repeat)
             yield Tile(query_comb, key_comb, part.mask, parcel, fresh and part.first)
 
-    def _segment_tiles(self, segment: SharedSegment, key_part: int) -> Iterator[Tile]:
-        """The rank's queries against the keys of a part, which are its own rows or a received parcel."""
-        first_key = segment.parts[key_part].start
-        if segment.owner(key_part) == self.rank:
-            parcel, keys = None, segment.lanes(key_part, self.origin(first_key))
-        else:
-            parcel, keys = segment.parcel(key_part), parcel_lanes(segment.lanes(key_part))
-        for i in segment.own_parts(self.rank):
-            if segment.part_sees(i, key_part):
-                queries = segment.lanes(i, self.origin(segment.parts[i].start))
-                for query_comb, key_comb in group_heads(queries, keys):
-                    yield Tile(query_comb, key_comb, "causal" if self.causal and i == key_part else "full", parcel)
-
-    def _add_messages(self, shared: Shared) -> None:
+    def _add_messages(self, shared: Shared[P]) -> None:
         """Add what this rank sends and receives of the shared rows to its hops."""
         rank, routing = self.rank, self.routing
         for part in shared.own_parts(rank):
@@ -264,6 +286,25 @@ class _Draft:
                 self.hops[shared.distance(owner, previous)].gradients_in.append(Message(parcel, previous))
             next_rank = following if _forwards_gradient(routing, owner, rank, following) else None
             hop.gradients_out.append(Message(parcel, owner if next_rank is None else next_rank))
+
+
+def _moved(lanes: list[Lane], origin: int) -> list[Lane]:
+    return [Lane(lane.start - origin, lane.rows, lane.step) for lane in lanes]
+
+
+def _tiles(
+    product: Product,
+    queries: list[Lane],
+    keys: list[Lane],
+    region: Region,
+    parcel: Parcel | None = None,
+    *,
+    fresh: bool = False,
+) -> Iterator[Tile]:
+    if product.mask != "full":
+        queries, keys = triangle(queries, keys)
+    for query_comb, key_comb in group_heads(queries, keys, segments=region.segments, stride=region.stride):
+        yield Tile(query_comb, key_comb, product.mask, parcel, fresh, product.multiplicity)
 
 
 def _forwards_gradient(routing: Routing, owner: int, rank: int, following: int | None) -> bool:

@@ -11,16 +11,19 @@ halo, each cut so that every rank needs all of it or nothing.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
-from ringspan.geometry import Documents, Lane, Pattern, SegmentBranch, SegmentRun, WindowBranch, as_int, band
+from ringspan.geometry import Documents, Lane, Pattern, WindowBranch, as_int, band
 from ringspan.layout import Layout, RankSpan
-from ringspan.planning.tiles import Packing, Parcel, make_packing
+from ringspan.planning.chain import Chain, RowClass, Rows
+from ringspan.planning.nesting import TileCosts, group_branches
+from ringspan.planning.tiles import Packing, Parcel, make_packing, parcel_lanes
 
+P = TypeVar("P", bound=Hashable)
 _MOST_SPANS_COMPARED = 64  # windows that reach farther use plain distances as hops
 
 
@@ -64,44 +67,57 @@ def owner_sends(routing: Routing, owner: int, receiver: int) -> bool:
     return routing == "direct"
 
 
-class Shared(Protocol):
-    """Rows that several ranks exchange, in parts: each part is a parcel with its own route."""
+class Shared(Protocol[P]):
+    """Rows that several ranks exchange, in parts: each is a parcel with its own route."""
 
-    def own_parts(self, rank: int) -> list[int]:
-        """The parts whose rows a rank owns."""
+    def own_parts(self, rank: int) -> Iterable[P]:
+        """The parts that a rank owns and others need."""
 
-    def needed_parts(self, rank: int) -> Iterator[int]:
+    def needed_parts(self, rank: int) -> Iterable[P]:
         """The parts of other ranks that a rank needs."""
 
-    def owner(self, part: int) -> int:
+    def owner(self, part: P) -> int:
         """The rank that owns a part."""
 
-    def parcel(self, part: int) -> Parcel:
+    def parcel(self, part: P) -> Parcel:
         """The parcel that holds the rows of a part."""
 
-    def packing(self, part: int, origin: int = 0) -> Packing:
+    def packing(self, part: P, origin: int = 0) -> Packing:
         """How the owner packs a part; ``origin`` is the row of the sequence at its local row 0."""
 
     def distance(self, owner: int, rank: int) -> int:
         """The hop at which a rank receives the parts of an owner."""
 
-    def receivers(self, part: int) -> Iterator[int]:
+    def receivers(self, part: P) -> Iterable[int]:
         """The ranks that need a part, in order of distance."""
 
-    def previous_holder(self, rank: int, part: int) -> int:
+    def previous_holder(self, rank: int, part: P) -> int:
         """The rank that holds the parcel before ``rank``: the previous receiver on the route, or the owner."""
 
-    def next_receiver(self, rank: int, part: int) -> int | None:
+    def next_receiver(self, rank: int, part: P) -> int | None:
         """The rank that receives the parcel after ``rank``, or None at the end of the route."""
+
+
+class Strand(NamedTuple):
+    """Rows of one part for some receivers: those after it, or before it, that share a segment of ``level`` with it.
+
+    They need the rows that this level selects in the shared segment and, farther from them, those of coarser levels.
+    """
+
+    part: int
+    level: int
+    after: bool
 
 
 @dataclass(frozen=True)
 class SharedSegment:
-    """One segment of one branch, cut by borders between ranks. Rows are positions in the whole sequence."""
+    """A segment of the coarsest level of a chain, cut by borders between ranks.
 
-    number: int  # of the branch
-    branch: SegmentBranch
-    start: int  # of the segment; before its first part if the document starts inside the segment
+    ``document`` is the row of the sequence at which the document begins; all other rows are positions in the document.
+    """
+
+    chain: Chain
+    document: int
     parts: tuple[RankSpan, ...]
     causal: bool
 
@@ -122,90 +138,176 @@ class SharedSegment:
             held.setdefault(part.rank, []).append(i)
         return held
 
+    def rows(self, part: int) -> Rows:
+        """The rows of a part."""
+        return self.parts[part].start, self.parts[part].stop
+
     def distance(self, owner: int, rank: int) -> int:
         """The number of steps from ``owner`` to ``rank`` along the ring of participants."""
         return (self._place[rank] - self._place[owner]) % len(self.participants)
 
-    def own_parts(self, rank: int) -> list[int]:
-        return self.parts_of.get(rank, [])
+    def owner(self, part: Strand) -> int:
+        return self.parts[part.part].rank
 
-    def needed_parts(self, rank: int) -> Iterator[int]:
-        for key_part, part in enumerate(self.parts):
-            if part.rank != rank and self.needs_parcel(rank, key_part):
-                yield key_part
-
-    def owner(self, part: int) -> int:
-        return self.parts[part].rank
-
-    def lanes(self, i: int, origin: int = 0) -> list[Lane]:
-        """For each KV head, the selected rows of a part, relative to ``origin``."""
-        part = self.parts[i]
-        return SegmentRun(part.start, part.stop - part.start, 1, part.start - self.start).lanes(self.branch, origin)
-
-    def parcel(self, part: int) -> Parcel:
-        rows = sum(lane.rows for lane in self.lanes(part))
-        return Parcel(self.number, self.parts[part].start, self.parts[part].rank, rows)
-
-    def packing(self, part: int, origin: int = 0) -> Packing:
-        return make_packing(self.parcel(part), self.lanes(part, origin))
-
-    def part_sees(self, query_part: int, key_part: int) -> bool:
-        """Whether any query of one part sees any key of the other."""
+    def nearest(self, query_part: int, key_part: int) -> int | None:
+        """The finest level in which a query of one part sees a key of the other; None if there is none."""
         if self.causal and key_part > query_part:
-            return False
-        shortest = min(self.parts[i].stop - self.parts[i].start for i in (query_part, key_part))
-        if shortest >= self.branch.rate:
-            return True  # every head selects rows in both
-        return bool(self._heads_in(query_part) & self._heads_in(key_part))
+            return None
+        queries, keys = self.rows(query_part), self.rows(key_part)
+        for level, box in enumerate(self.chain.boxes(queries, keys)):
+            if box is not None and self._sees(level, *box):
+                return level
+        return None
 
-    def _heads_in(self, i: int) -> int:
-        """The KV heads that select rows in a part, as a bit mask."""
-        if i not in self._found_heads:
-            part = self.parts[i]
-            rows, phase = part.stop - part.start, part.start - self.start
-            rate, offsets = self.branch.rate, self.branch.offsets
-            held = (1 << head for head, offset in enumerate(offsets) if (offset - phase) % rate < rows)
-            self._found_heads[i] = sum(held)
-        return self._found_heads[i]
+    def _sees(self, level: int, queries: Rows, keys: Rows) -> bool:
+        """Whether a KV head selects rows of both."""
+        if min(queries[1] - queries[0], keys[1] - keys[0]) >= self.chain.levels[level].rate:
+            return True
+        return bool(self._heads_in(level, queries) & self._heads_in(level, keys))
+
+    def _heads_in(self, level: int, rows: Rows) -> int:
+        """The KV heads that select any of these rows, as a bit mask."""
+        if (level, rows) not in self._found_heads:
+            lanes = self.chain.lanes(RowClass(level), *rows)
+            self._found_heads[level, rows] = sum(1 << head for head, lane in enumerate(lanes) if lane.rows)
+        return self._found_heads[level, rows]
 
     @cached_property
-    def _found_heads(self) -> dict[int, int]:
+    def _found_heads(self) -> dict[tuple[int, Rows], int]:
         return {}
 
-    def needs_parcel(self, rank: int, key_part: int) -> bool:
-        """Whether a participant needs the parcel of a part."""
-        return any(self.part_sees(i, key_part) for i in self.parts_of[rank])
+    def strands(self, rank: int, key_part: int) -> tuple[Strand, ...]:
+        """What a rank needs of another's part: one strand, or two if it has queries close to it on both sides."""
+        levels: dict[bool, int] = {}
+        for i in self.parts_of[rank]:
+            if (level := self.nearest(i, key_part)) is not None:
+                levels[i > key_part] = min(level, levels.get(i > key_part, level))
+        first, stop = self.rows(key_part)
+        found: list[Strand] = []
+        for after, level in sorted(levels.items(), key=lambda side: side[1]):
+            # If one segment holds the whole part, both sides need the same rows, and a finer strand has them too.
+            whole = self.chain.block(level, first)[1] >= stop
+            if not found or not whole:
+                found.append(Strand(key_part, level, after or whole))
+        return tuple(found)
 
-    def receivers(self, part: int) -> Iterator[int]:
-        owner = self._place[self.parts[part].rank]
-        for step in range(1, len(self.participants)):
-            rank = self.participants[(owner + step) % len(self.participants)]
-            if self.needs_parcel(rank, part):
-                yield rank
+    def own_parts(self, rank: int) -> list[Strand]:
+        return [strand for part in self.parts_of.get(rank, []) for strand in self._routes(part)]
 
-    def previous_holder(self, rank: int, part: int) -> int:
-        owner, place = self.parts[part].rank, self._place[rank]
+    def needed_parts(self, rank: int) -> Iterator[Strand]:
+        for key_part, part in enumerate(self.parts):
+            if part.rank != rank:
+                yield from self.strands(rank, key_part)
+
+    def _routes(self, part: int) -> dict[Strand, list[int]]:
+        """The strands of a part, each with its receivers in order of distance."""
+        if part not in self._found_routes:
+            routes = self._found_routes[part] = {}
+            place = self._place[self.parts[part].rank]
+            for rank in (*self.participants[place + 1 :], *self.participants[:place]):
+                for strand in self.strands(rank, part):
+                    routes.setdefault(strand, []).append(rank)
+        return self._found_routes[part]
+
+    @cached_property
+    def _found_routes(self) -> dict[int, dict[Strand, list[int]]]:
+        return {}
+
+    def receivers(self, part: Strand) -> list[int]:
+        return self._routes(part.part)[part]
+
+    def pieces(self, strand: Strand) -> list[tuple[Rows, int]]:
+        """The rows of a strand, those nearest to its receivers first, and the level that selects them."""
+        first, stop = self.rows(strand.part)
+        pieces = []
+        for level in range(strand.level, self.chain.top + 1):
+            if strand.after:
+                start, end = max(first, self.chain.block(level, self.parts[strand.part].stop - 1)[0]), stop
+                stop = start
+            else:
+                start, end = first, min(stop, self.chain.block(level, self.parts[strand.part].start)[1])
+                first = end
+            if start < end:
+                pieces.append(((start, end), level))
+        return pieces
+
+    def lanes(self, strand: Strand, origin: int = 0) -> list[list[Lane]]:
+        """For each piece and KV head, the rows of a strand, relative to ``origin`` in the sequence."""
+        moved = self.document - origin
+        return [
+            [replace(lane, start=lane.start + moved) for lane in self.chain.lanes(RowClass(level), *rows)]
+            for rows, level in self.pieces(strand)
+        ]
+
+    def parcel(self, part: Strand) -> Parcel:
+        rows = sum(lane.rows for lanes in self.lanes(part) for lane in lanes)
+        strand = (self.chain.heads[0], part.level, int(part.after))
+        start = self.document + self.parts[part.part].start
+        return Parcel(min(self.chain.numbers), start, strand, self.owner(part), rows)
+
+    def packing(self, part: Strand, origin: int = 0) -> Packing:
+        return make_packing(self.parcel(part), *self.lanes(part, origin))
+
+    def key_lanes(self, strand: Strand, rows: RowClass, keys: Rows) -> Iterator[list[Lane]]:
+        """Where a strand's parcel holds key rows of a class: for each piece of it, the lane of each KV head."""
+        base = 0
+        for piece, level in self.pieces(strand):
+            held = self.chain.lanes(RowClass(level), *piece)
+            first, stop = max(piece[0], keys[0]), min(piece[1], keys[1])
+            if first < stop:
+                wanted, rate = self.chain.lanes(rows, first, stop), self.chain.levels[level].rate
+                yield [
+                    Lane(there.start + (lane.start - all_rows.start) // rate, lane.rows, lane.step // rate)
+                    for lane, all_rows, there in zip(wanted, held, parcel_lanes(held, base), strict=True)
+                ]
+            base += sum(lane.rows for lane in held)
+
+    def previous_holder(self, rank: int, part: Strand) -> int:
+        owner = self.owner(part)
+        return next((other for other in self._walk(rank, part, -1) if part in self.strands(other, part.part)), owner)
+
+    def next_receiver(self, rank: int, part: Strand) -> int | None:
+        return next((other for other in self._walk(rank, part, 1) if part in self.strands(other, part.part)), None)
+
+    def _walk(self, rank: int, strand: Strand, step: int) -> Iterator[int]:
+        """The ranks from ``rank`` to the owner, forwards or backwards, that hold rows in the segments of a strand."""
+        low, high = self._places_near(strand)
+        place, owner = self._place[rank], self.owner(strand)
         while True:
-            place = (place - 1) % len(self.participants)
-            candidate = self.participants[place]
-            if candidate == owner or self.needs_parcel(candidate, part):
-                return candidate
-            if place == len(self.participants) - 1 and self.causal and self._latest_after(owner) <= part:
-                return owner  # no rank between the owner and the end of the ring holds a later part
+            place += step
+            if not low <= place <= high:
+                place = low if step > 0 else high
+                # Without this, finding the ends of causal routes would take time quadratic in the size of the ring.
+                latest = self._latest_before(owner) if step > 0 else self._latest_after(owner)
+                if self.causal and latest <= strand.part:
+                    return  # no rank between here and the owner holds a later part
+            if self.participants[place] == owner:
+                return
+            yield self.participants[place]
 
-    def next_receiver(self, rank: int, part: int) -> int | None:
-        owner, place = self.parts[part].rank, self._place[rank]
-        while True:
-            place = (place + 1) % len(self.participants)
-            candidate = self.participants[place]
-            if candidate == owner:
-                return None
-            if self.needs_parcel(candidate, part):
-                return candidate
-            if place == 0 and self.causal and self._latest_before(owner) <= part:
-                return None  # no rank between the start of the ring and the owner holds a later part
+    def _places_near(self, strand: Strand) -> tuple[int, int]:
+        """The first and the last place of a rank that holds rows in the segments of a strand's level."""
+        rows = self.rows(strand.part)
+        if strand.level == self.chain.top:
+            return 0, len(self.participants) - 1
+        start, stop = self.chain.block(strand.level, rows[0])[0], self.chain.block(strand.level, rows[1] - 1)[1]
+        if (start, stop) not in self._found_places:
+            held = self.parts[bisect_right(self._stops, start) : bisect_left(self._starts, stop)]
+            places = [self._place[part.rank] for part in held]
+            self._found_places[start, stop] = min(places), max(places)
+        return self._found_places[start, stop]
 
-    # Without these two, finding the start or end of causal routes would take time quadratic in the size of the ring.
+    @cached_property
+    def _found_places(self) -> dict[Rows, tuple[int, int]]:
+        return {}
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [part.start for part in self.parts]
+
+    @cached_property
+    def _stops(self) -> list[int]:
+        return [part.stop for part in self.parts]
 
     def _latest_before(self, owner: int) -> int:
         """The latest part held by any participant before the owner, in ring order; -1 if there is none."""
@@ -330,7 +432,7 @@ class SharedWindow:
 
     def parcel(self, part: int) -> Parcel:
         strip, _ = self._part(part)
-        return Parcel(self.number, strip.start, strip.rank, (strip.stop - strip.start) * self.heads)
+        return Parcel(self.number, strip.start, (), strip.rank, (strip.stop - strip.start) * self.heads)
 
     def packing(self, part: int, origin: int = 0) -> Packing:
         start, stop = self.rows(part)
@@ -356,23 +458,42 @@ def shared_window(
     return SharedWindow(number, window, heads, document, layout)
 
 
+def shared_segment(chain: Chain, document: Rows, row: int, layout: Layout, causal: bool) -> SharedSegment:
+    """The segment of a chain's coarsest level that holds a row of the document."""
+    start, stop = document
+    first, last = chain.block(chain.top, row)
+    spans = layout.rank_spans(start + max(first, 0), min(start + last, stop))
+    return SharedSegment(
+        chain, start, tuple(RankSpan(span.rank, span.start - start, span.stop - start) for span in spans), causal
+    )
+
+
 def packing_from_sequence(
-    parcel: Parcel, pattern: Pattern, documents: Documents, layout: Layout, kv_heads: int
+    parcel: Parcel,
+    pattern: Pattern,
+    documents: Documents,
+    layout: Layout,
+    kv_heads: int,
+    causal: bool,
+    costs: TileCosts | None = None,
 ) -> Packing:
     """How to fill a parcel from the whole sequence: as its owner does, but with rows of the sequence, not of the rank.
 
     >>> from ringspan.geometry import Dilated
     >>> ring = Layout("contiguous", 16, ring_size=2)
-    >>> pattern, parcel = Dilated((16,), (4,)), Parcel(branch=0, start=8, owner=1, rows=2)
-    >>> ((rows, places),) = packing_from_sequence(parcel, pattern, Documents((16,)), ring, 1).combs
+    >>> pattern, parcel = Dilated((16,), (4,)), Parcel(branch=0, start=8, strand=(0, 0, 1), owner=1, rows=2)
+    >>> ((rows, places),) = packing_from_sequence(parcel, pattern, Documents((16,)), ring, 1, causal=False).combs
     >>> rows.lane(0), places.lane(0)
     ((8, 12), (0, 1))
     """
     start, stop = next((a, b) for a, b in documents.spans() if a <= parcel.start < b)
-    branch = pattern.branches(stop - start, kv_heads)[parcel.branch]
-    if isinstance(branch, WindowBranch):
-        return make_packing(parcel, [Lane(parcel.start, parcel.rows // kv_heads, 1)] * kv_heads)
-    phase = (parcel.start - start + branch.shift) % branch.segment_length
-    segment_start = parcel.start - phase
-    part = next(layout.rank_spans(parcel.start, min(segment_start + branch.segment_length, stop)))
-    return SharedSegment(parcel.branch, branch, segment_start, (part,), causal=False).packing(0)
+    rows_per_rank = -(-layout.rows // layout.ring_size)
+    for group in group_branches(pattern, stop - start, kv_heads, rows_per_rank, causal, costs):
+        if isinstance(group, Chain):
+            if min(group.numbers) == parcel.branch and group.heads[0] == parcel.strand[0]:
+                shared = shared_segment(group, (start, stop), parcel.start - start, layout, causal)
+                part = next(i for i, span in enumerate(shared.parts) if start + span.start == parcel.start)
+                return shared.packing(Strand(part, parcel.strand[1], bool(parcel.strand[2])))
+        elif group[0] == parcel.branch:
+            return make_packing(parcel, [Lane(parcel.start, parcel.rows // kv_heads, 1)] * kv_heads)
+    raise AssertionError(f"{parcel} is not in the plan of {pattern.text}")

@@ -17,13 +17,16 @@ from ringspan.geometry import Comb, Lane, Mask, group_heads
 
 @dataclass(frozen=True, slots=True, order=True)
 class Parcel:
-    """Identified by its branch and first row, so that all ranks derive the same identity.
+    """Identified by integers that all ranks derive alike.
 
-    ``rows`` counts (row, head) pairs: the parcel holds that many rows of K and as many of V.
+    ``branch`` is the first of the branches that are planned together, ``start`` the first row of a part, and ``strand``
+    tells apart the parcels of one part for different heads and receivers. ``rows`` counts (row, head) pairs: the parcel
+    holds that many rows of K and as many of V.
     """
 
     branch: int
     start: int
+    strand: tuple[int, ...]
     owner: int
     rows: int
 
@@ -52,7 +55,8 @@ class Tile:
     """Query rows against key rows of the same KV heads; ``mask`` says which keys a row sees.
 
     The keys are the rank's own rows or, if ``parcel`` is given, rows of that parcel. A ``fresh`` tile is the first in
-    the plan for all of its query rows: its result is stored, not merged.
+    the plan for all of its query rows: its result is stored, not merged. Each of its pairs is seen in ``multiplicity``
+    branches, and no other tile has them.
     """
 
     queries: Comb
@@ -60,6 +64,7 @@ class Tile:
     mask: Mask
     parcel: Parcel | None = None
     fresh: bool = False
+    multiplicity: int = 1
 
     @property
     def pairs(self) -> int:
@@ -71,15 +76,20 @@ class Tile:
         return self.queries.heads * self.queries.segments * per_segment
 
 
-def parcel_lanes(lanes: Sequence[Lane]) -> list[Lane]:
-    """The rows of each head in the parcel that is packed from these lanes."""
-    ends = list(accumulate(lane.rows for lane in lanes))
-    return [Lane(end - lane.rows, lane.rows, 1) for lane, end in zip(lanes, ends, strict=True)]
+def parcel_lanes(lanes: Sequence[Lane], base: int = 0) -> list[Lane]:
+    """The rows of each head in a parcel that holds these lanes from its row ``base`` on."""
+    ends = list(accumulate((lane.rows for lane in lanes), initial=base))
+    return [Lane(start, lane.rows, 1) for lane, start in zip(lanes, ends, strict=False)]
 
 
-def make_packing(parcel: Parcel, lanes: Sequence[Lane]) -> Packing:
-    """How to fill the parcel from the rank's own rows ``lanes``."""
-    return Packing(parcel, tuple((own, packed) for own, packed in group_heads(lanes, parcel_lanes(lanes))))
+def make_packing(parcel: Parcel, *pieces: Sequence[Lane]) -> Packing:
+    """How to fill the parcel from the rank's own rows: one piece after the other, each with its lanes."""
+    combs: list[tuple[Comb, Comb]] = []
+    base = 0
+    for lanes in pieces:
+        combs += [(own, packed) for own, packed in group_heads(lanes, parcel_lanes(lanes, base))]
+        base += sum(lane.rows for lane in lanes)
+    return Packing(parcel, tuple(combs))
 
 
 def fuse_equal_segments(tiles: Iterable[Tile]) -> Iterator[Tile]:

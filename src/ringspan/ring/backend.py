@@ -7,7 +7,7 @@ ranks' rows, and the differentiable all-gather.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, overload
 from weakref import WeakValueDictionary
 
@@ -21,6 +21,7 @@ from ringspan.planning import Routing
 from ringspan.ring.transport import RingError, Transport
 
 Metadata = Callable[[], dict[str, Any]]
+Lengths = Iterable[int] | Tensor  # of packed documents
 
 
 class Backend(Protocol):
@@ -28,16 +29,26 @@ class Backend(Protocol):
 
     routing: Routing
 
-    def agree(self, rows: int, metadata: Metadata, seq_len: int | None, like: Tensor) -> Layout:
-        """The layout of the whole sequence, of which this process holds ``rows`` rows.
+    def agree(
+        self,
+        rows: int,
+        metadata: Metadata,
+        seq_len: int | None,
+        like: Tensor,
+        lengths: Lengths | None = None,
+    ) -> Layout:
+        """The layout of the whole sequence, of which this process holds ``rows`` rows, and of its packed documents.
 
         Without ``seq_len``, the ranks all-gather the metadata of the call, and all of them raise if they disagree.
         """
 
     def shard(
-        self, layout: Layout, tensors: Sequence[tuple[Tensor | None, int]]
+        self, layout: Layout, tensors: Sequence[tuple[Tensor | None, int | None]]
     ) -> list[tuple[int, Transport, list[Any]]]:
-        """For each rank in this process: (rank, transport, its rows of the tensors)."""
+        """For each rank in this process: (rank, transport, its rows of the tensors).
+
+        Each tensor comes with its row dimension; None if it has no rows and is the same on all ranks.
+        """
 
     def unshard(self, layout: Layout, parts: list[Tensor], dim: int) -> Tensor:
         """The inverse of `shard`, for one tensor."""
@@ -55,6 +66,13 @@ def register_ring(ring: Backend) -> str:
     return name
 
 
+def as_lengths(lengths: Lengths | None) -> tuple[int, ...]:
+    """Lengths of packed documents as ints; none for a single document."""
+    if lengths is None:
+        return ()
+    return tuple(lengths.tolist() if isinstance(lengths, Tensor) else lengths)
+
+
 def find_ring(name: str) -> Backend:
     """The ring with this name; raises if it was garbage-collected."""
     ring = _rings.get(name)
@@ -68,10 +86,10 @@ def take_rows(x: Tensor, layout: Layout, rank: int, dim: int) -> Tensor: ...
 @overload
 def take_rows(x: None, layout: Layout, rank: int, dim: int) -> None: ...
 @overload
-def take_rows(x: Tensor | None, layout: Layout, rank: int, dim: int) -> Tensor | None: ...
-def take_rows(x: Tensor | None, layout: Layout, rank: int, dim: int) -> Tensor | None:
+def take_rows(x: Tensor | None, layout: Layout, rank: int, dim: int | None) -> Tensor | None: ...
+def take_rows(x: Tensor | None, layout: Layout, rank: int, dim: int | None) -> Tensor | None:
     """The rank's rows of a whole tensor, in the order in which the rank stores them."""
-    if x is None or layout.ring_size == 1:
+    if x is None or dim is None or layout.ring_size == 1:
         return x
     spans = [x.narrow(dim, span.start, span.stop - span.start) for span in layout.spans(rank)]
     if not spans:
@@ -98,7 +116,7 @@ class GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layout: Layout, rank: int, dim: int, group: dist.ProcessGroup) -> Tensor:
         ctx.layout, ctx.rank, ctx.dim, ctx.group = layout, rank, dim, group
-        # Shards differ by a row or two. Collectives need equal sizes, so each is padded to the longest.
+        # Shards differ by a few rows. Collectives need equal sizes, so each is padded to the longest.
         longest = max(layout.rows_of(r) for r in range(layout.ring_size))
         shape = list(x.shape)
         shape[dim] = longest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -11,10 +12,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.geometry import as_positions
-from ringspan.layout import Layout, LayoutName, check_layout_name
+from ringspan.layout import AnyLayout, Layout, check_layout_name
 from ringspan.planning import Routing, check_routing
+from ringspan.planning.heads import ring_routing, with_head_ranks
 from ringspan.ring.agreement import by_value, check_agreement, digest, exchange_metadata, fingerprint
-from ringspan.ring.backend import GatherRows, Metadata, register_ring, take_rows
+from ringspan.ring.backend import GatherRows, Lengths, Metadata, as_lengths, find_ring, register_ring, take_rows
 from ringspan.ring.transport import Counters, GroupTransport, RingError, Transport
 
 
@@ -22,8 +24,12 @@ class Ring:
     """Context parallelism over the ranks of a process group: each rank holds some rows of every sequence.
 
     Args:
-        group: a ProcessGroup, a 1-D DeviceMesh, or None for the default group.
-        layout: which rows each rank holds: ``"zigzag"`` (balances causal work) or ``"contiguous"``.
+        group: a ProcessGroup, a 1-D or 2-D DeviceMesh, or None for the default group. The second dimension of a 2-D
+            mesh must be named ``"heads"``. Its ranks, those of a node for example, hold one shard together and exchange
+            heads during a call (``head_ranks``); the first dimension is a ring of these shards.
+        layout: which rows each rank holds: ``"zigzag"`` (balances causal work), ``"contiguous"``, or ``"balanced"``
+            (balances packed documents; `rs.Balanced` has options). With ``"balanced"``, pass the ``lengths`` of the
+            documents to every call.
         routing: which rank sends a parcel: with ``"relay"`` the rank that used it before (neighbours only), with
             ``"direct"`` its owner; `ByNode` relays so that a parcel enters each node once. All send the same bytes.
         min_size: a smaller group is an error, so that nothing runs on one device by accident. Pass ``min_size=1`` to
@@ -35,25 +41,27 @@ class Ring:
     def __init__(
         self,
         group: dist.ProcessGroup | DeviceMesh | None = None,
-        layout: LayoutName = "zigzag",
+        layout: AnyLayout = "zigzag",
         routing: Routing = "relay",
         min_size: int = 2,
     ) -> None:
         check_layout_name(layout)
         check_routing(routing)
-        self._made_of = group
+        self._made_of, self.head_ranks = _shared_group(group)
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.size < min_size:
             raise RingError(
                 f"the group has {self.size} rank(s), but min_size={min_size}: start more processes "
                 "(torchrun --nproc-per-node=N), or pass min_size=1 to allow a single process"
             )
+        ring_routing(routing, self.head_ranks)
         self.layout, self.routing = layout, routing
         self.reset_counters()
         self.name = register_ring(self)
 
     def __repr__(self) -> str:
-        return f"Ring(rank {self.rank} of {self.size}, layout={self.layout!r}, routing={self.routing!r})"
+        heads = f", head_ranks={self.head_ranks}" if self.head_ranks > 1 else ""
+        return f"Ring(rank {self.rank} of {self.size}, layout={self.layout!r}, routing={self.routing!r}{heads})"
 
     def __reduce__(self) -> str:
         raise TypeError("a Ring cannot be pickled: it belongs to a process group; create one in the other process")
@@ -72,15 +80,25 @@ class Ring:
         """Set all counters to zero."""
         self.counters = Counters()
 
-    def layout_of(self, seq_len: int) -> Layout:
-        """The layout of a sequence of this length."""
-        return Layout(self.layout, seq_len, self.size)
+    # ``lengths`` are those of packed documents, in the whole sequence; they matter with layout "balanced" only.
 
-    def split_sequence(self, x: Tensor, dim: int = 1) -> Tensor:
+    def layout_of(self, seq_len: int, lengths: Lengths | None = None) -> Layout:
+        """The layout of a sequence of this length, and of its packed documents."""
+        if lengths is None and self.layout not in ("contiguous", "zigzag"):
+            raise RingError(
+                f"layout={self.layout!r} depends on the documents: pass their lengths= in every call; one document of "
+                f"{seq_len} rows is lengths=({seq_len},)"
+            )
+        shards = Layout(self.layout, seq_len, self.size // self.head_ranks, as_lengths(lengths))
+        return with_head_ranks(shards, self.head_ranks)
+
+    def split_sequence(self, x: Tensor, dim: int = 1, lengths: Lengths | None = None) -> Tensor:
         """This rank's rows of a tensor that every rank holds. Differentiable: the other rows get a zero gradient."""
-        return take_rows(x, self.layout_of(x.shape[dim]), self.rank, dim)
+        return take_rows(x, self.layout_of(x.shape[dim], lengths), self.rank, dim)
 
-    def gather_sequence(self, x: Tensor, dim: int = 1, seq_len: int | None = None) -> Tensor:
+    def gather_sequence(
+        self, x: Tensor, dim: int = 1, seq_len: int | None = None, lengths: Lengths | None = None
+    ) -> Tensor:
         """All rows, in sequence order, on every rank, from each rank's own rows ``x``.
 
         Backward *sums* over ranks the gradients with respect to a rank's rows. If every rank computes its share of the
@@ -89,11 +107,18 @@ class Ring:
         """
         dim = dim % x.dim()
         needs_grad = torch.is_grad_enabled() and x.requires_grad
-        layout = self._agree_on_shards("gather_sequence", x, dim, seq_len, lambda: {"grad": needs_grad})
+        layout = self._agree_on_shards("gather_sequence", x, dim, seq_len, lengths, lambda: {"grad": needs_grad})
         return GatherRows.apply(x, layout, self.rank, dim, self.group)
 
     @torch.no_grad()
-    def rows_at(self, x: Tensor, positions: Iterable[int] | Tensor, dim: int = 1, seq_len: int | None = None) -> Tensor:
+    def rows_at(
+        self,
+        x: Tensor,
+        positions: Iterable[int] | Tensor,
+        dim: int = 1,
+        seq_len: int | None = None,
+        lengths: Lengths | None = None,
+    ) -> Tensor:
         """A few rows of the whole sequence, on every rank, from each rank's own rows ``x``: one small all-reduce.
 
         ``positions`` are those of the whole sequence, the same on all ranks, in any order. The result has no gradient.
@@ -104,37 +129,56 @@ class Ring:
             x,
             dim,
             seq_len,
+            lengths,
             lambda: {"positions": digest(str(chosen)), "fingerprint": fingerprint(x.movedim(dim, 0)[None])},
         )
         layout.check_positions("positions", chosen)
         shape = list(x.shape)
         shape[dim] = len(chosen)
         rows = x.new_zeros(shape)  # each row is added to the zeros of the other ranks
-        for span in layout.spans(self.rank):
-            for i, position in enumerate(chosen):
-                if span.start <= position < span.stop:
-                    rows.select(dim, i).copy_(x.select(dim, span.local + position - span.start))
+        for i, position in enumerate(chosen):
+            local = layout.local_row(self.rank, position)
+            if local is not None:
+                rows.select(dim, i).copy_(x.select(dim, local))
         dist.all_reduce(rows, group=self.group)
         return rows
 
-    def positions(self, seq_len: int, device: torch.device | str | None = None) -> Tensor:
-        """The positions of this rank's rows in the sequence, int64: for rotary embeddings, loss masks and so on."""
-        spans = [
-            torch.arange(span.start, span.stop, device=device) for span in self.layout_of(seq_len).spans(self.rank)
-        ]
-        return torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64, device=device)
+    def positions(
+        self,
+        seq_len: int,
+        device: torch.device | str | None = None,
+        lengths: Lengths | None = None,
+        rows: int | None = None,
+    ) -> Tensor:
+        """The positions of this rank's rows in the whole sequence, int64: for rotary embeddings, loss masks and so on.
+
+        Packed documents do not restart them: subtract the start of each row's document where that is needed. If
+        ``lengths`` is a tensor, torch.compile needs ``rows``, the number of rows that this rank holds.
+        """
+        if isinstance(lengths, Tensor) and rows is not None and torch.compiler.is_compiling():
+            return positions_op(lengths, self.name, seq_len, rows).to(device)
+        spans = self.layout_of(seq_len, lengths).spans(self.rank)
+        held = [torch.arange(span.start, span.stop, device=device) for span in spans]
+        return torch.cat(held) if held else torch.empty(0, dtype=torch.int64, device=device)
 
     # The interface `ringspan.ring.backend.Backend`.
 
-    def agree(self, rows: int, metadata: Metadata, seq_len: int | None, like: Tensor) -> Layout:
+    def agree(
+        self,
+        rows: int,
+        metadata: Metadata,
+        seq_len: int | None,
+        like: Tensor,
+        lengths: Lengths | None = None,
+    ) -> Layout:
         if seq_len is None:
-            return self._agree_on_rows(rows, metadata, like)
-        layout = self.layout_of(seq_len)
+            return self._agree_on_rows(rows, metadata, like, as_lengths(lengths))
+        layout = self.layout_of(seq_len, lengths)
         self._check_rows(rows, layout)
         return layout
 
     def shard(
-        self, layout: Layout, tensors: Sequence[tuple[Tensor | None, int]]
+        self, layout: Layout, tensors: Sequence[tuple[Tensor | None, int | None]]
     ) -> list[tuple[int, Transport, list[Any]]]:
         transport = GroupTransport(self.group, self.rank, self.size, self.counters)
         return [(self.rank, transport, [x for x, _ in tensors])]
@@ -143,23 +187,28 @@ class Ring:
         (part,) = parts
         return part
 
-    def _agree_on_shards(self, call: str, x: Tensor, dim: int, seq_len: int | None, others: Metadata) -> Layout:
+    def _agree_on_shards(
+        self, call: str, x: Tensor, dim: int, seq_len: int | None, lengths: Lengths | None, others: Metadata
+    ) -> Layout:
         """The layout of a sequence whose rows are dimension ``dim`` of each rank's ``x``."""
         shape = [size for d, size in enumerate(x.shape) if d != dim]
         metadata = {"call": call, "dim": dim, "shape": shape, "dtype": str(x.dtype)}
-        return self.agree(x.shape[dim], lambda: {**metadata, **others()}, seq_len, x)
+        return self.agree(x.shape[dim], lambda: {**metadata, **others()}, seq_len, x, lengths)
 
-    def _agree_on_rows(self, rows: int, metadata: Metadata, like: Tensor) -> Layout:
-        mine = {"rows": rows, "layout": self.layout, "routing": str(self.routing), **metadata()}
+    def _agree_on_rows(self, rows: int, metadata: Metadata, like: Tensor, lengths: tuple[int, ...]) -> Layout:
+        mine = {"rows": rows, "layout": digest(str(self.layout)), "routing": str(self.routing)}
+        mine |= {"head_ranks": self.head_ranks, **metadata()}
+        if lengths:
+            mine.setdefault("lengths", digest(str(lengths)))
         by_rank = exchange_metadata(mine, self.group, like.device)
         check_agreement(by_rank)
         held = [each["rows"] for each in by_rank]
-        layout = self.layout_of(sum(held))
+        layout = self.layout_of(sum(held), lengths)
         wanted = [layout.rows_of(rank) for rank in range(self.size)]
         if held != wanted:
             raise RingError(
-                f"rows per rank are {by_value(held)}, but {sum(held)} rows in layout {self.layout!r} over {self.size} "
-                f"ranks are {by_value(wanted)}: split with ring.split_sequence"
+                f"rows per rank are {by_value(held)}, but {sum(held)} rows in layout {str(self.layout)!r} over "
+                f"{self.size} ranks are {by_value(wanted)}: split with ring.split_sequence{self._with_lengths}"
             )
         return layout
 
@@ -167,17 +216,76 @@ class Ring:
         wanted = layout.rows_of(self.rank)
         if rows != wanted:
             raise RingError(
-                f"rank {self.rank} holds {rows} rows, but has {wanted} of {layout.rows} in layout {self.layout!r} over "
-                f"{self.size} ranks: split with ring.split_sequence, or pass another seq_len"
+                f"rank {self.rank} holds {rows} rows, but has {wanted} of {layout.rows} in layout {str(self.layout)!r} "
+                f"over {self.size} ranks: split with ring.split_sequence{self._with_lengths}, or pass another seq_len"
             )
 
+    @property
+    def _with_lengths(self) -> str:
+        is_balanced = self.layout not in ("contiguous", "zigzag")
+        return ", and pass the same lengths to it and to this call" if is_balanced else ""
 
-def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
+
+@torch.library.custom_op("ringspan::positions", mutates_args=())
+def positions_op(lengths: Tensor, ring: str, seq_len: int, rows: int) -> Tensor:
+    """`Ring.positions` for a traced graph, in which the values of ``lengths`` are unknown."""
+    found = find_ring(ring)
+    assert isinstance(found, Ring)
+    positions = found.positions(seq_len, lengths=lengths)
+    if len(positions) != rows:
+        raise ValueError(
+            f"{rows} rows, but this rank holds {len(positions)} of {seq_len}: pass ring.split_sequence(x, "
+            "lengths=lengths)"
+        )
+    return positions
+
+
+@positions_op.register_fake
+def _positions_fake(lengths: Tensor, ring: str, seq_len: int, rows: int) -> Tensor:
+    return torch.empty(rows, dtype=torch.int64)
+
+
+Group = dist.ProcessGroup | DeviceMesh | None
+_NOT_A_MEMBER = "this process is not a member of the group: create the ring on its members only"
+
+
+def _shared_group(group: Group) -> tuple[Group | ref[dist.ProcessGroup], int]:
+    """A group of all ranks that share the sequence, and how many of them are head ranks.
+
+    Creates a group for a 2-D mesh that is only a part of the world: a collective of the ranks of this mesh. torch keeps
+    the group until `destroy_process_group`, so the ring needs only a weak reference.
+    """
+    if not isinstance(group, DeviceMesh) or group.ndim == 1:
+        return group, 1
+    if group.ndim != 2:
+        raise RingError(
+            f"a mesh with {group.ndim} dimensions: pass one of them, such as mesh['ring'], or two, such as "
+            "mesh['ring', 'heads']"
+        )
+    if (group.mesh_dim_names or ("", ""))[1] != "heads":  # else a mesh of data x ring would be one long sequence
+        raise RingError(
+            f"a mesh with 2 dimensions, named {group.mesh_dim_names}: pass one of them, such as mesh['ring'], or name "
+            "the second one 'heads' if its ranks are to hold one shard together and exchange heads"
+        )
+    ranks, head_ranks = group.mesh.flatten().tolist(), group.size(1)
+    if group.get_coordinate() is None:
+        raise RingError(_NOT_A_MEMBER)
+    if ranks != sorted(ranks):
+        raise RingError(f"a mesh of ranks {group.mesh.tolist()}: ranks must ascend, row by row, as of init_device_mesh")
+    if len(ranks) == dist.get_world_size():
+        return None, head_ranks
+    return ref(dist.new_group(ranks, use_local_synchronization=True)), head_ranks
+
+
+def _process_group(group: Group | ref[dist.ProcessGroup]) -> dist.ProcessGroup:
+    if isinstance(group, ref):
+        found = group()
+        if found is None:
+            raise RingError("the process group of the ring was destroyed: create the ring again")
+        return found
     if group == dist.GroupMember.NON_GROUP_MEMBER:
-        raise RingError("this process is not a member of the group: create the ring on its members only")
+        raise RingError(_NOT_A_MEMBER)
     if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise RingError(f"a mesh with {group.ndim} dimensions: pass one of them, such as mesh['ring']")
         return group.get_group()
     if not dist.is_available() or not dist.is_initialized():
         raise RingError(
@@ -187,5 +295,5 @@ def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.Process
     if group is None:
         return dist.group.WORLD  # type: ignore[return-value]
     if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"group is a {type(group).__name__}: must be a ProcessGroup, a 1-D DeviceMesh or None")
+        raise TypeError(f"group is a {type(group).__name__}: must be a ProcessGroup, a 1-D or 2-D DeviceMesh or None")
     return group

@@ -9,9 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from ringspan.geometry import as_int
-from ringspan.layout import Layout, LayoutName, check_layout_name
+from ringspan.layout import AnyLayout, Layout, check_layout_name
 from ringspan.planning import Routing, check_routing
-from ringspan.ring.backend import Metadata, join_rows, register_ring, take_rows
+from ringspan.planning.heads import check_head_ranks, ring_routing, with_head_ranks
+from ringspan.ring.backend import Lengths, Metadata, as_lengths, join_rows, register_ring, take_rows
 from ringspan.ring.transport import Counters, Messages, RingError, Transport
 
 
@@ -21,6 +22,8 @@ class SimulatedRing:
     Args:
         size: the number of virtual ranks.
         layout, routing: as for `Ring`.
+        head_ranks: how many consecutive ranks hold each shard together and exchange heads, like the second dimension
+            of the mesh of a `Ring`; it must divide ``size``.
 
     After a call, ``counters[rank]`` holds what each virtual rank sent and received, and its peak of live bytes.
 
@@ -33,21 +36,27 @@ class SimulatedRing:
     True
     """
 
-    def __init__(self, size: int, layout: LayoutName = "zigzag", routing: Routing = "relay") -> None:
+    def __init__(
+        self, size: int, layout: AnyLayout = "zigzag", routing: Routing = "relay", head_ranks: int = 1
+    ) -> None:
         check_layout_name(layout)
         check_routing(routing)
         size = as_int("size", size)
         if size < 1:
             raise ValueError(f"size={size}: a ring has at least 1 rank")
-        self.size, self.layout, self.routing = size, layout, routing
+        check_head_ranks(size, head_ranks)
+        ring_routing(routing, head_ranks)
+        self.size, self.layout, self.routing, self.head_ranks = size, layout, routing, head_ranks
         self.reset_counters()
         self.name = register_ring(self)
 
     def __repr__(self) -> str:
-        return f"SimulatedRing({self.size}, layout={self.layout!r}, routing={self.routing!r})"
+        heads = f", head_ranks={self.head_ranks}" if self.head_ranks > 1 else ""
+        return f"SimulatedRing({self.size}, layout={self.layout!r}, routing={self.routing!r}{heads})"
 
-    def __reduce__(self) -> tuple[type[SimulatedRing], tuple[int, LayoutName, Routing]]:
-        return SimulatedRing, (self.size, self.layout, self.routing)  # gets another name where it is unpickled
+    def __reduce__(self) -> tuple[type[SimulatedRing], tuple[int, AnyLayout, Routing, int]]:
+        # It gets another name where it is unpickled.
+        return SimulatedRing, (self.size, self.layout, self.routing, self.head_ranks)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SimulatedRing:
         return self  # a handle: copies of a module share its ring
@@ -56,15 +65,23 @@ class SimulatedRing:
         """Set all counters to zero."""
         self.counters = [Counters() for _ in range(self.size)]
 
-    def agree(self, rows: int, metadata: Metadata, seq_len: int | None, like: Tensor) -> Layout:
+    def agree(
+        self,
+        rows: int,
+        metadata: Metadata,
+        seq_len: int | None,
+        like: Tensor,
+        lengths: Lengths | None = None,
+    ) -> Layout:
         if seq_len is not None and seq_len != rows:
             raise RingError(
                 f"seq_len={seq_len}, but the tensors have {rows} rows: a simulated ring takes whole tensors"
             )
-        return Layout(self.layout, rows, self.size)
+        shards = Layout(self.layout, rows, self.size // self.head_ranks, as_lengths(lengths))
+        return with_head_ranks(shards, self.head_ranks)
 
     def shard(
-        self, layout: Layout, tensors: Sequence[tuple[Tensor | None, int]]
+        self, layout: Layout, tensors: Sequence[tuple[Tensor | None, int | None]]
     ) -> list[tuple[int, Transport, list[Any]]]:
         inbox: Inbox = defaultdict(deque)
         return [

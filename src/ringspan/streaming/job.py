@@ -113,7 +113,9 @@ class Job:
 
     def packing_of(self, parcel: Parcel) -> Packing:
         plan = self.plan
-        return packing_from_sequence(parcel, plan.pattern, plan.documents, plan.layout, plan.sizes.kv_heads)
+        return packing_from_sequence(
+            parcel, plan.pattern, plan.documents, plan.layout, plan.sizes.kv_heads, plan.causal, plan.costs
+        )
 
     def settings(self, call: str, sink: Sink) -> dict[str, Any]:
         """What a resumed run must have in common with the interrupted one."""

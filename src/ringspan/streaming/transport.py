@@ -162,7 +162,7 @@ class SourceTransport:
                 for i in range(rows.heads):
                     start = rows.start + i * rows.head_step
                     progression = range(start, start + (rows.rows - 1) * rows.step + 1, rows.step)
-                    head = rows.head + i
+                    head = rows.head_range[i]
                     read = read_rows(self._source, name, progression, range(head, head + 1))
                     lanes[:, 0, i, 0].copy_(read[:, :, 0])
 
@@ -252,4 +252,4 @@ class ShardGradients:
 
 
 def _key(parcel: Parcel) -> str:
-    return f"{parcel.branch} {parcel.start}"
+    return " ".join(map(str, (parcel.branch, parcel.start, *parcel.strand)))

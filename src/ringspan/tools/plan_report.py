@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ringspan.geometry import Documents, Pattern, WindowBranch
-from ringspan.layout import Layout, LayoutName
-from ringspan.planning import RankMemory, RingPlan, Routing, TensorSizes, check_routing
+from ringspan.layout import AnyLayout, Layout
+from ringspan.planning import CPU_COSTS, RankMemory, RingPlan, Routing, TensorSizes, check_routing
 from ringspan.planning.breakeven import ASSUMED_RATES, FORWARD_FLOPS, BreakEven, DeviceRates, LayoutAdvice
 from ringspan.tools.pages import Rows, Table
 
@@ -79,7 +79,7 @@ def make_plans(
     pattern: Pattern,
     tokens: int,
     ring_size: int,
-    layouts: tuple[LayoutName, ...],
+    layouts: tuple[AnyLayout, ...],
     *,
     causal: bool,
     routing: Routing,
@@ -88,7 +88,8 @@ def make_plans(
     kv_heads: int,
     head_dim: int,
     dtype: str,
-) -> dict[LayoutName, RingPlan]:
+    lengths: tuple[int, ...] | None = None,
+) -> dict[AnyLayout, RingPlan]:
     """`rs.plan` for each layout, with the name of a dtype instead of a torch dtype.
 
     >>> from ringspan.geometry import Full
@@ -104,9 +105,10 @@ def make_plans(
     check_routing(routing)
     accumulated = "float64" if dtype == "float64" else "float32"
     sizes = TensorSizes(batch, heads, kv_heads, head_dim, NUMBER_BYTES[dtype], NUMBER_BYTES[accumulated])
-    documents = Documents((tokens,))
+    documents = Documents((tokens,) if lengths is None else lengths)
     return {
-        name: RingPlan(pattern, documents, Layout(name, tokens, ring_size), causal, routing, sizes) for name in layouts
+        name: RingPlan(pattern, documents, Layout(name, tokens, ring_size, documents.lengths), causal, routing, sizes)
+        for name in layouts
     }
 
 
@@ -156,17 +158,19 @@ def headline(plan: RingPlan, dtype: str) -> str:
     sizes, size = plan.sizes, plan.layout.ring_size
     heads = f"{sizes.heads} heads" + (f" ({sizes.kv_heads} KV)" if sizes.kv_heads != sizes.heads else "")
     batch = f", batch {sizes.batch}" if sizes.batch > 1 else ""
+    packed = len(plan.documents.lengths)
+    documents = f" in {packed:,} documents" if packed > 1 else ""
     return (
-        f"{plan.layout.rows:,} tokens over {size:,} rank{'' if size == 1 else 's'}, {plan.pattern.text}, "
+        f"{plan.layout.rows:,} tokens{documents} over {size:,} rank{'' if size == 1 else 's'}, {plan.pattern.text}, "
         f"{'causal' if plan.causal else 'not causal'}, {heads} of {sizes.head_dim}, {dtype}{batch}, "
         f"routing: {plan.routing}"
     )
 
 
-def side_by_side(costs: Mapping[LayoutName, LayoutCosts]) -> Table:
+def side_by_side(costs: Mapping[AnyLayout, LayoutCosts]) -> Table:
     """The layouts side by side: the maximum over the given ranks, or the one rank that was requested."""
     some = next(iter(costs.values()))
-    lines: Rows = [["", *costs]]
+    lines: Rows = [["", *map(str, costs)]]
 
     def line(name: str, show: Callable[[Sequence[RankCosts]], str]) -> None:
         lines.append([name, *(show(cost.ranks) for cost in costs.values())])
@@ -214,7 +218,7 @@ def rank_table(cost: LayoutCosts) -> Table:
     return Table(f"{cost.plan.layout.name}: each rank, sizes in MiB", lines)
 
 
-def reach_sentences(costs: Mapping[LayoutName, LayoutCosts]) -> list[str]:
+def reach_sentences(costs: Mapping[AnyLayout, LayoutCosts]) -> list[str]:
     """How far a token sees and which segments cross ranks: one sentence, or one per layout if they differ."""
     found = {name: str(cost.plan.reach) for name, cost in costs.items()}
     if len(set(found.values())) == 1:
@@ -239,10 +243,10 @@ def break_even_sentence(plan: RingPlan, answer: BreakEven, faster: float) -> str
 
 def as_document(
     dtype: str,
-    costs: Mapping[LayoutName, LayoutCosts],
+    costs: Mapping[AnyLayout, LayoutCosts],
     advice: LayoutAdvice | None,
     known: KnownRates | None,
-    answers: Mapping[LayoutName, tuple[BreakEven, float]],
+    answers: Mapping[AnyLayout, tuple[BreakEven, float]],
     pictures: Sequence[str],
     warnings: Sequence[str],
 ) -> dict[str, Any]:
@@ -251,23 +255,24 @@ def as_document(
     return {
         "pattern": plan.pattern.text,
         "tokens": plan.layout.rows,
+        "documents": len(plan.documents.lengths),
         "ranks": plan.layout.ring_size,
         "causal": plan.causal,
         "routing": plan.routing,
         "dtype": dtype,
         "sizes": asdict(plan.sizes),
         "layouts": {
-            name: {
+            str(name): {
                 "covers_all_ranks": cost.is_whole,
                 "reach": asdict(cost.plan.reach),
                 "ranks": [asdict(rank) for rank in cost.ranks],
             }
             for name, cost in costs.items()
         },
-        "advice": {"layout": advice.layout, "reason": advice.reason, "seconds": _seconds(advice)} if advice else None,
+        "advice": _advice_document(advice) if advice else None,
         "rates": {**asdict(known.rates), "sources": known.sources} if known else None,
         "break_even": {
-            name: {**asdict(answer), "reason": answer.reason, "speedup_at_tokens": faster}
+            str(name): {**asdict(answer), "reason": answer.reason, "speedup_at_tokens": faster}
             for name, (answer, faster) in answers.items()
         },
         "pictures": list(pictures),
@@ -275,8 +280,12 @@ def as_document(
     }
 
 
+def _advice_document(advice: LayoutAdvice) -> dict[str, Any]:
+    return {"layout": str(advice.layout), "reason": advice.reason, "seconds": _seconds(advice)}
+
+
 def _seconds(advice: LayoutAdvice) -> dict[str, dict[str, float]]:
-    return {name: {**asdict(time), "total": time.total} for name, time in advice.times.items()}
+    return {str(name): {**asdict(time), "total": time.total} for name, time in advice.times.items()}
 
 
 def _scope(cost: LayoutCosts) -> str:
@@ -342,8 +351,9 @@ def find_rates(
 
     Latency goes with bandwidth: if the bandwidth is given and the latency is not, the latency is assumed.
     """
-    given = (1.0 if rate is None else rate for rate in (flops, bandwidth, latency))
-    DeviceRates(*given)  # raises for invalid values before anything is measured
+    rates = [1.0 if rate is None else rate for rate in (flops, bandwidth, latency)]
+    DeviceRates(rates[0], rates[1], rates[2])  # raises for invalid values before anything is measured
+    costs = CPU_COSTS if flops is None and measure else ASSUMED_RATES.costs
     sources = {"flops": "given", "bandwidth": "given", "latency": "given"}
     if flops is None and measure:
         flops, sources["flops"] = measure_flop_rate(dtype, head_dim), "measured here, one CPU thread"
@@ -356,7 +366,7 @@ def find_rates(
     for name, rate in found.items():
         if rate is None:
             found[name], sources[name] = getattr(ASSUMED_RATES, name), "assumed"
-    return KnownRates(DeviceRates(**found), sources)  # type: ignore[arg-type]
+    return KnownRates(DeviceRates(**found, costs=costs), sources)  # type: ignore[arg-type]
 
 
 def measure_flop_rate(dtype: str, head_dim: int, seconds: float = 0.3) -> float:

@@ -18,6 +18,7 @@ from torch import Tensor
 from ringspan import kernels
 from ringspan.engine import run_backward, run_forward
 from ringspan.planning import RingPlan
+from ringspan.planning.heads import refuse_head_ranks
 from ringspan.planning.routes import node_of
 from ringspan.ring.transport import Counters, Messages
 from ringspan.runtime.device import Device, local_device
@@ -196,6 +197,7 @@ def rehearse_rank(plan: RingPlan, rank: int, network: Network, dtype: torch.dtyp
 
     Raises only what a real rank would raise; a rank that does not fit in memory runs out of memory here, too.
     """
+    refuse_head_ranks("rehearse_rank", plan.head_ranks)
     device = local_device()
     _warm_up(device, dtype, plan.sizes.head_dim)
     with Stopwatch() as watch:

@@ -223,7 +223,7 @@ def _position(plan: RingPlan, rank: int, comb: Comb, number: int, group: int) ->
     head, segment = divmod(number, comb.segments)
     local = comb.start + head * comb.head_step + segment * comb.stride + row * comb.step
     (span,) = (s for s in plan.layout.spans(rank) if s.local <= local < s.local + s.stop - s.start)
-    return QueryPosition(local - span.local + span.start, (comb.head + head) * group + in_group)
+    return QueryPosition(local - span.local + span.start, comb.head_range[head] * group + in_group)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -231,7 +231,7 @@ def make_cases(
         pattern = rs.Dilated.spanning(n, first_segment) if wanted == "spanning" else wanted
         if who.offers(pattern, size):
             advice = rs.best_layout(pattern, n, size, causal=causal, heads=heads, head_dim=head_dim, rates=LOCAL_RATES)
-            rows = who.layout or layout or advice.layout
+            rows = who.layout or layout or cast(LayoutName, advice.layout)  # without documents, never balanced
             shape = (causal, rows, dtype, heads, head_dim, backward and who.backward)
             cases.append(BenchCase(name, pattern, n, size, *shape, spanning=wanted == "spanning"))
     return cases
