@@ -118,9 +118,10 @@ def _short(seconds: float) -> str:
 class BreakEven:
     """The length from which on a ring is faster than one device, searched from ``shortest`` to ``longest`` tokens.
 
-    If ``pays``, the ring is faster from ``length`` on and not faster at a length 5 % shorter (unless ``length`` is the
-    shortest). Otherwise ``length`` is the longest. ``alone`` and ``slowest`` are the times of one device and of the
-    ring's slowest rank at that length.
+    If ``pays``, the ring is faster from ``length`` on, at all lengths of the search, and not faster at a length 5 %
+    shorter (unless ``length`` is the shortest). Between them, borders between ranks may cut segments less favourably.
+    Otherwise ``length`` is the longest. ``alone`` and ``slowest`` are the times of one device and of the ring's slowest
+    rank at that length.
     """
 
     pays: bool
