@@ -3,7 +3,7 @@
     python -m benchmarks                       # list the suites
     python -m benchmarks ring one_device       # measure these
     python -m benchmarks all                   # measure everything in about an hour, as `make bench` does
-    python -m benchmarks all --long            # more rounds and longer runs: four and a half hours
+    python -m benchmarks all --long            # more rounds and longer runs: more than five hours
     python -m benchmarks ring --only speed     # one part; the other parts keep their stored results
     python -m benchmarks scale --resume        # continue an interrupted run
     python -m benchmarks all --report          # measure nothing, write the pages again from stored results
@@ -37,8 +37,10 @@ class Entry:
 
 
 SUITES = {
-    "one_device": Entry("One device: speed and memory against the bare kernel and torch", 9, 30, "docs/benchmarks.md"),
+    "one_device": Entry("One device: speed and memory against the bare kernel and torch", 8, 40, "docs/benchmarks.md"),
+    "tiles": Entry("What a tile costs: the price model of plans, fitted", 1, 3, "docs/derivation.md"),
     "ring": Entry("Rings: speed-up, other rings, memory, bytes, error", 9, 30, "docs/ring_results.md"),
+    "documents": Entry("Packed documents: balance, bytes and time by layout", 1, 8, "docs/documents.md"),
     "results": Entry("Trials of ringspan and its alternatives over lengths and ring sizes", 7, 20, "docs/results.md"),
     "training": Entry("Training: long sequences, speed-up, context, resuming", 5, 40, "docs/training_results.md"),
     "decoding": Entry("Decoding: time and memory per token with a bounded cache", 3, 7, "docs/decoding.md"),

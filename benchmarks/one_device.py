@@ -6,7 +6,7 @@ All implementations compute the same function (`ringspan.tools.peers`); a checks
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 import ringspan as rs
+from benchmarks.bare_kernel import BareKernel
+from benchmarks.small_calls import overhead, parts_table, small_calls_table
 from benchmarks.suite import (
     HEAD_DIM,
     HEADS,
@@ -31,7 +33,7 @@ from benchmarks.suite import (
     mebibytes,
     yes,
 )
-from ringspan.geometry import Mask
+from ringspan.planning import Optimize
 from ringspan.runtime.device import Cpu
 from ringspan.tools.bench.trials import (
     TrialError,
@@ -47,12 +49,20 @@ LENGTHS, QUICK_LENGTHS = (32768, 65536, 131072), (4096, 8192)
 PEER_LENGTHS, QUICK_PEER_LENGTHS = (8192, 32768), (2048,)
 # Single rounds vary by 10 %: the median of three can miss a bound of 2.1, that of nine does not.
 QUICK_GROWTH_ROUNDS, GROWTH_ROUNDS, LONG_GROWTH_ROUNDS = 2, 3, 9
+LONGEST_ROUNDS = 2  # of the share at the longest length by default: a round takes half a minute
 LONG_SHORT_ROUNDS = 3  # with --long, rounds of the shortest length for each of the longest: short calls vary more
 PEER_ROUNDS = 3
 PEER_SECONDS = 900.0
-MEMORY_TRIES = 5  # fresh processes: pages that the system reclaims before a call make its growth seem larger
+MEMORY_TRIES, LONG_MEMORY_TRIES = (
+    3,
+    5,
+)  # fresh processes: pages that the system reclaims before a call make its growth seem larger
 MEMORY_SHARE = 0.85  # of free memory, for one implementation
+# A pattern whose branches do not nest, so that pairs which two of them see are computed twice.
+NOT_NESTED = rs.Dilated((2048, 5000, 12000), (1, 2, 4))
+ONLY_PAIRS = rs.TileCosts(row=0, call=0, diagonal=0, narrow=1)  # the plan with the fewest pairs
 REQUIRED_SHARE = {"forward": 0.93, "both": 0.95}
+REQUIRED_SHARE_NOT_NESTED = 0.95
 REQUIRED_WINDOW_SHARE = 0.9
 REQUIRED_GROWTH = 2.1
 REQUIRED_MEMORY_MIB = 32
@@ -80,42 +90,12 @@ def qkv(n: int, seed: int = 0) -> list[Tensor]:
     return [torch.randn(1, n, HEADS, HEAD_DIM, generator=generator) for _ in range(3)]
 
 
-SCORES = rs.kernels.ScoreOptions(HEAD_DIM**-0.5)
-
-
-class BareKernel:
-    """The flash kernel on contiguous tiles of given shapes: the cost if everything else were free."""
-
-    def __init__(self, shapes: Iterable[tuple[int, int, int, int, Mask]]) -> None:
-        """Takes (segments, heads, query rows, key rows, mask) of each tile."""
-        self.kernel = rs.kernels.get("cpu_flash")
-        self.tiles = []
-        for segments, heads, rows, keys, mask in shapes:
-            q, k, v = (torch.randn(segments, heads, length, HEAD_DIM) for length in (rows, keys, keys))
-            self.tiles.append((q, k, v, mask))
-
-    @staticmethod
-    def of(pattern: rs.Pattern, n: int, causal: bool) -> BareKernel:
-        """The tiles of a plan. A reversed triangle costs as much as a causal one."""
-        tiles = rs.plan(pattern, n, causal=causal, heads=HEADS, head_dim=HEAD_DIM).rank(0).tiles
-        masks: dict[Mask, Mask] = {"full": "full", "causal": "causal", "anticausal": "causal"}
-        return BareKernel(
-            (tile.queries.segments, tile.queries.heads, tile.queries.rows, tile.keys.rows, masks[tile.mask])
-            for tile in tiles
-        )
-
-    def forward(self) -> list[tuple[Tensor, Tensor]]:
-        return [self.kernel.forward(q, k, v, mask, SCORES) for q, k, v, mask in self.tiles]
-
-    def both(self) -> None:
-        for (q, k, v, mask), (out, lse) in zip(self.tiles, self.forward(), strict=True):
-            self.kernel.backward(out, q, k, v, out, lse, mask, SCORES, (True, True, True))
-
-
-def ringspan_calls(n: int, causal: bool, pattern: rs.Pattern) -> dict[str, Callable[[], object]]:
+def ringspan_calls(
+    n: int, causal: bool, pattern: rs.Pattern, optimize: Optimize = "auto"
+) -> dict[str, Callable[[], object]]:
     """`rs.attention` as a user calls it, by pass."""
     tensors = [x.requires_grad_() for x in qkv(n)]
-    options = dict(pattern=pattern, causal=causal)
+    options = dict(pattern=pattern, causal=causal, optimize=optimize)
     gradient = torch.randn(1, n, HEADS, HEAD_DIM)
     return {"forward": without_gradients(tensors, options), "both": with_gradients(tensors, gradient, options)}
 
@@ -126,21 +106,39 @@ def causal_cases(run: Measuring, is_longest: bool) -> tuple[bool, ...]:
 
 
 def kernel_share(run: Measuring) -> list[dict[str, Any]]:
-    """Times of ringspan and of the bare kernel, in turns."""
+    """Times of ringspan, with its default plan and with the plain one, and of the bare kernel, in turns."""
     lengths = run.sized(QUICK_LENGTHS, LENGTHS, LENGTHS)
     rounds = 2 if run.size == "quick" else int(run.options["rounds"])
-    short_rounds = run.sized(1, 1, LONG_SHORT_ROUNDS)
+    short_rounds, longest_rounds = run.sized((1, 1), (1, LONGEST_ROUNDS), (LONG_SHORT_ROUNDS, rounds))
+    cases = [
+        (True, pattern_up_to(), n, causal)
+        for n in (lengths[0], lengths[-1])
+        for causal in causal_cases(run, n == lengths[-1])
+    ]
+    cases += [(False, NOT_NESTED, lengths[0], causal) for causal in run.sized((True,), (True,), (False, True))]
     rows = []
-    for n in (lengths[0], lengths[-1]):
-        for causal in causal_cases(run, n == lengths[-1]):
-            run.announce(f"{n:,} tokens, {'causal' if causal else 'not causal'}")
-            ours, bare = ringspan_calls(n, causal, pattern_up_to()), BareKernel.of(pattern_up_to(), n, causal)
-            for mode in PASSES:
-                timer = TurnTimer()
-                calls = {"ours": ours[mode], "bare": getattr(bare, mode)}
-                times = timer.in_turns(calls, rounds * (short_rounds if n == lengths[0] else 1))
-                rows.append(dict(n=n, causal=causal, mode=mode, **times, foreign_cores=timer.most_foreign_cores))
+    for nested, pattern, n, causal in cases:
+        run.announce(f"{pattern.text}, {n:,} tokens, {'causal' if causal else 'not causal'}")
+        counts = count_pairs(pattern, n, causal)
+        ways = {"ours": ringspan_calls(n, causal, pattern), "plain": ringspan_calls(n, causal, pattern, "none")}
+        bare = BareKernel.of(pattern, n, causal)
+        short = n == lengths[0]
+        # By default, the longest length is measured in the fewest calls that show its share.
+        for mode in PASSES if short or run.size != "default" else ("both",):
+            timer = TurnTimer()
+            calls = {name: way[mode] for name, way in ways.items()} | {"bare": getattr(bare, mode)}
+            times = timer.in_turns(calls, rounds * short_rounds if short else longest_rounds, warm=short)
+            row = dict(nested=nested, n=n, causal=causal, mode=mode, **times, pairs=counts)
+            rows.append(row | dict(foreign_cores=timer.most_foreign_cores))
     return rows
+
+
+def count_pairs(pattern: rs.Pattern, n: int, causal: bool) -> dict[str, int]:
+    """The (query, key) pairs that the branches see, each for itself; the distinct ones; and those that are computed."""
+    choices: tuple[Optimize, ...] = ("auto", ONLY_PAIRS)
+    plans = (rs.plan(pattern, n, causal=causal, heads=HEADS, head_dim=HEAD_DIM, optimize=one) for one in choices)
+    chosen, fewest = (plan.rank(0) for plan in plans)
+    return dict(seen=chosen.pairs_seen, distinct=fewest.pairs, computed=chosen.pairs)
 
 
 def windows(run: Measuring) -> list[dict[str, Any]]:
@@ -162,7 +160,7 @@ def windows(run: Measuring) -> list[dict[str, Any]]:
 
 def growth(run: Measuring) -> list[dict[str, Any]]:
     """Times of ringspan at lengths that double, in turns."""
-    lengths = run.sized(QUICK_LENGTHS, LENGTHS, LENGTHS)
+    lengths = run.sized(QUICK_LENGTHS, LENGTHS[:2], LENGTHS)
     rounds = run.sized(QUICK_GROWTH_ROUNDS, GROWTH_ROUNDS, LONG_GROWTH_ROUNDS)
     rows = []
     for causal in causal_cases(run, is_longest=True):
@@ -193,12 +191,12 @@ def peers(run: Measuring) -> list[dict[str, Any]]:
 def memory(run: Measuring) -> list[dict[str, Any]]:
     """Peak growth of the forward pass beyond its results."""
     n = run.sized(QUICK_LENGTHS, LENGTHS, LENGTHS)[-1]
-    results = n * HEADS * (HEAD_DIM + 1) * 4
+    results, count = n * HEADS * (HEAD_DIM + 1) * 4, run.sized(1, MEMORY_TRIES, LONG_MEMORY_TRIES)
     rows = []
     for causal in (False, True):
-        tries = [in_fresh_process(memory_task, n, causal) for _ in range(MEMORY_TRIES)]
+        tries = [in_fresh_process(memory_task, n, causal) for _ in range(count)]
         beyond = min(each.peak_bytes for each in tries) - results
-        rows.append(dict(n=n, causal=causal, beyond_results_bytes=beyond, failure=tries[0].failure))
+        rows.append(dict(n=n, causal=causal, beyond_results_bytes=beyond, failure=tries[0].failure, tries=count))
     return rows
 
 
@@ -257,6 +255,7 @@ def report(results: Results) -> Page:
         f"{HEADS} heads of {HEAD_DIM}, fp32, batch 1; segments 2048, 4096 .. 32768 with rates 1, 2 .. 16. All bounds "
         "in the columns *required* are targets of the project."
     )
+    small = results.get("overhead")  # results measured before this part existed lack it
     return Page(
         "Benchmarks: one device",
         sentence,
@@ -265,31 +264,59 @@ def report(results: Results) -> Page:
         [
             peer_picture(results["peers"], results.machines["peers"]),
             share_table(results["kernel_share"]),
+            *pairs_tables(results["kernel_share"]),
             window_table(results["windows"]),
             growth_table(results["growth"]),
             peer_table(results["peers"]),
             memory_table(results["memory"]),
+            *(table(small) for table in (small_calls_table, parts_table) if small),
         ],
     )
 
 
 def share_table(rows: list[dict[str, Any]]) -> Table:
+    """Rows measured before plans shared pairs between branches have no ``plain``, ``nested`` and ``pairs``."""
     cells: Rows = [
         [
-            *("n", "causal", "pass", "rounds", "ringspan", "bare kernel"),
-            *("median of ratios", "ratio of medians", "spread", "required"),
+            *("branches", "n", "causal", "pass", "rounds", "ringspan", "plain plan", "bare kernel"),
+            *("share", "ratio of medians", "spread", "plain plan's share", "required of it"),
         ]
     ]
     for row in rows:
-        seconds = [f"{statistics.median(row[side]):.2f} s" for side in ("ours", "bare")]
-        start = [str(row["n"]), yes(row["causal"]), PASSES[row["mode"]], str(len(row["ours"])), *seconds]
-        cells.append([*start, *both_ratios(row["bare"], row["ours"]), f"{REQUIRED_SHARE[row['mode']]:.2f}"])
+        nested = row.get("nested", True)
+        plain = row.get("plain", row["ours"])
+        seconds = [f"{statistics.median(times):.2f} s" for times in (row["ours"], plain, row["bare"])]
+        start = ["nested" if nested else "not nested", str(row["n"]), yes(row["causal"]), PASSES[row["mode"]]]
+        required = REQUIRED_SHARE[row["mode"]] if nested else REQUIRED_SHARE_NOT_NESTED
+        shares = [*both_ratios(row["bare"], row["ours"]), both_ratios(row["bare"], plain)[0], f"{required:.2f}"]
+        cells.append([*start, str(len(row["ours"])), *seconds, *shares])
     text = (
-        "Throughput relative to the flash kernel on contiguous tiles of the same shapes, without segments, merging or "
-        "the summation of gradients. The two are timed in turns. The share is given as the median of the ratios of "
-        "single rounds and as the ratio of the medians, with the lowest and the highest ratio."
+        "Throughput relative to the flash kernel on contiguous tiles that hold every pair of the definition, each as "
+        "often as branches see it, without segments, merging or the summation of gradients. A share above 1 is "
+        "possible where branches nest, because their common pairs are computed once. The plain plan "
+        '(`optimize="none"`) computes the same tiles as the bare kernel. *Not nested*: segments 2048, 5000, 12000 '
+        "with rates 1, 2, 4; required of both plans. All are timed in turns. The share is the median of the ratios of "
+        "single rounds; then the ratio of the medians, and the lowest and the highest ratio."
     )
     return Table("Share of the bare kernel", cells, text)
+
+
+def pairs_tables(rows: list[dict[str, Any]]) -> list[Table]:
+    """One table, or none for rows that were measured before pairs were counted."""
+    cells: Rows = [["branches", "n", "causal", "seen", "distinct", "computed", "computed / seen"]]
+    for row in rows:
+        if row["mode"] == "both" and "pairs" in row:
+            pairs = row["pairs"]
+            distinct = f"{pairs['distinct']:,}" if row["nested"] else ""
+            start = ["nested" if row["nested"] else "not nested", str(row["n"]), yes(row["causal"])]
+            counts = [f"{pairs['seen']:,}", distinct, f"{pairs['computed']:,}"]
+            cells.append([*start, *counts, f"{pairs['computed'] / pairs['seen']:.3f}"])
+    text = (
+        "(Query, key) pairs over all heads: as the branches see them, each by itself; the distinct ones; and those "
+        "that the default plan computes. Computing fewer pairs takes more tiles, so the plan with the lowest price has "
+        "some pairs twice. Branches that do not nest are computed one by one."
+    )
+    return [Table("Pairs", cells, text)] if len(cells) > 1 else []
 
 
 def window_table(rows: list[dict[str, Any]]) -> Table:
@@ -350,7 +377,7 @@ def memory_table(rows: list[dict[str, Any]]) -> Table:
     cells += [[str(r["n"]), yes(r["causal"]), r["failure"] or mebibytes(r["beyond_results_bytes"], 1)] for r in rows]
     text = (
         f"Peak memory beyond inputs, output and lse (required: less than {REQUIRED_MEMORY_MIB} MiB): the smallest "
-        f"growth of the resident size in {MEMORY_TRIES} fresh processes."
+        f"growth of the resident size in {rows[0].get('tries', LONG_MEMORY_TRIES)} fresh processes."
     )
     return Table("Memory of the forward pass", cells, text)
 
@@ -389,7 +416,14 @@ def _bar(axis: Any, x: float, row: dict[str, Any], key: str, scale: float, name:
 
 SUITE = Suite(
     "docs/benchmarks.md",
-    {"kernel_share": kernel_share, "windows": windows, "growth": growth, "peers": peers, "memory": memory},
+    {
+        "kernel_share": kernel_share,
+        "windows": windows,
+        "growth": growth,
+        "peers": peers,
+        "memory": memory,
+        "overhead": overhead,
+    },
     report,
     options={"rounds": "3"},
     long_options={"rounds": "5"},

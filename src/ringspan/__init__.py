@@ -46,6 +46,9 @@ _MODULE_OF = {
     "Optimize": "ringspan.planning",
     "best_layout": "ringspan.planning.api",
     "plan": "ringspan.planning.api",
+    "PlanChoice": "ringspan.planning.best",
+    "PlanChoices": "ringspan.planning.best",
+    "best_plan": "ringspan.planning.best",
     "DeviceRates": "ringspan.planning.breakeven",
     "LayoutAdvice": "ringspan.planning.breakeven",
     "RankTime": "ringspan.planning.breakeven",
@@ -102,6 +105,9 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors; tests/test_i
     from ringspan.planning import TileCosts as TileCosts
     from ringspan.planning.api import best_layout as best_layout
     from ringspan.planning.api import plan as plan
+    from ringspan.planning.best import PlanChoice as PlanChoice
+    from ringspan.planning.best import PlanChoices as PlanChoices
+    from ringspan.planning.best import best_plan as best_plan
     from ringspan.planning.breakeven import DeviceRates as DeviceRates
     from ringspan.planning.breakeven import LayoutAdvice as LayoutAdvice
     from ringspan.planning.breakeven import RankTime as RankTime

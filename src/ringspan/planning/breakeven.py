@@ -24,8 +24,8 @@ LONGEST = 2**30
 _FEWEST_ROWS = 64  # per rank; shorter sequences are not considered
 _STEP, _BY_FAR = 1.05, 1.5  # see `break_even`
 _WHOLE_RING, _SAMPLED_RANKS = 8, 4  # in a ring of more than 8, only 4 ranks are modelled: both ends and two between
-_SAME = 1 + 1e-9  # a smaller ratio of two times is rounding
-_MUCH = 1.02  # a layout that is faster by less is not worth it if it is less simple
+SAME = 1 + 1e-9  # a smaller ratio of two times is rounding
+WORTH_IT = 1.02  # a layout that is faster by less is not worth it if it is less simple
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +78,11 @@ class LayoutAdvice:
     def reason(self) -> str:
         own = self.times[self.layout]
         others = {name: time for name, time in self.times.items() if name != self.layout}
-        if all(time.total <= own.total * _SAME for time in others.values()):
+        if all(time.total <= own.total * SAME for time in others.values()):
             every = "both" if len(self.times) == 2 else "all"
-            return f"{every} layouts take {_short(own.total)} in the model, and this one is simpler"
-        is_fastest = all(own.total <= time.total * _SAME for time in others.values())
-        why = "faster in the model" if is_fastest else f"simpler, and less than {_MUCH - 1:.0%} slower in the model"
+            return f"{every} layouts take {short_time(own.total)} in the model, and this one is simpler"
+        is_fastest = all(own.total <= time.total * SAME for time in others.values())
+        why = "faster in the model" if is_fastest else f"simpler, and less than {WORTH_IT - 1:.0%} slower in the model"
         return f"{why}, {_spent(own)}" + "".join(f"; {name}: {_spent(time)}" for name, time in others.items())
 
     def __str__(self) -> str:
@@ -97,18 +97,18 @@ def advise_layout(plans: Mapping[AnyLayout, RingPlan], rates: DeviceRates) -> La
     """
     times = {name: slowest_rank_time(plan, rates) for name, plan in plans.items()}
     least = min(time.total for time in times.values())
-    found = next(name for name, time in times.items() if time.total <= least * _MUCH)
+    found = next(name for name, time in times.items() if time.total <= least * WORTH_IT)
     return LayoutAdvice(found, times, plans[found].head_ranks)
 
 
 def _spent(time: RankTime) -> str:
-    return f"{_short(time.total)} (waiting {_short(time.waiting)}, latency {_short(time.latency)})"
+    return f"{short_time(time.total)} (waiting {short_time(time.waiting)}, latency {short_time(time.latency)})"
 
 
-def _short(seconds: float) -> str:
+def short_time(seconds: float) -> str:
     """A time with three significant digits.
 
-    >>> _short(1.5), _short(0.00123), _short(2e-6)
+    >>> short_time(1.5), short_time(0.00123), short_time(2e-6)
     ('1.5 s', '1.23 ms', '0.002 ms')
     """
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
@@ -145,11 +145,16 @@ class BreakEven:
 
 
 def break_even(
-    plan: RingPlan, rates: DeviceRates, longest: int = LONGEST, pattern_at: Callable[[int], Pattern] | None = None
+    plan: RingPlan,
+    rates: DeviceRates,
+    longest: int = LONGEST,
+    pattern_at: Callable[[int], Pattern] | None = None,
+    batch_alone: int | None = None,
 ) -> BreakEven:
     """The length from which on the plan's ring is faster than one device; everything else is taken from the plan.
 
-    For a pattern that depends on the length, give ``pattern_at``, such as `Dilated.spanning`.
+    For a pattern that depends on the length, give ``pattern_at``, such as `Dilated.spanning`. The one device computes
+    ``batch_alone`` batch elements, by default all of the plan's; fewer if the ring's other devices could take the rest.
 
     Searches downwards from the longest length, halving it while the ring is more than 1.5 times as fast, then in steps
     of 5 %, until the ring is no longer faster. All lengths are odd, so that borders between ranks cut segments, as they
@@ -172,11 +177,12 @@ def break_even(
         return replace(plan, pattern=pattern, documents=Documents((length,)), layout=layout)
 
     def faster(length: int) -> float:
-        return speedup(at(length), rates)
+        return speedup(at(length), rates, batch_alone)
 
     def found(pays: bool, length: int) -> BreakEven:
         there = at(length)
-        return BreakEven(pays, length, shortest, longest, time_alone(there, rates), slowest_rank_time(there, rates))
+        alone, slowest = time_alone(there, rates, batch_alone), slowest_rank_time(there, rates)
+        return BreakEven(pays, length, shortest, longest, alone, slowest)
 
     if faster(longest) <= 1:
         return found(False, longest)
@@ -194,27 +200,32 @@ def break_even(
     return found(True, shortest)
 
 
-def speedup(plan: RingPlan, rates: DeviceRates) -> float:
+def speedup(plan: RingPlan, rates: DeviceRates, batch_alone: int | None = None) -> float:
     """The time of one device over that of the ring, at the plan's own length."""
     ring = slowest_rank_time(plan, rates).total
-    return time_alone(plan, rates).total / ring if ring else 1.0
+    return time_alone(plan, rates, batch_alone).total / ring if ring else 1.0
 
 
-def time_alone(plan: RingPlan, rates: DeviceRates) -> RankTime:
-    """The time of one device that holds the whole sequence."""
-    return rank_time(replace(plan, layout=Layout("contiguous", plan.layout.rows, 1)), 0, rates)
+def time_alone(plan: RingPlan, rates: DeviceRates, batch: int | None = None) -> RankTime:
+    """The time of one device that holds the whole sequence of ``batch`` elements, by default all of the plan's."""
+    sizes = plan.sizes if batch is None else replace(plan.sizes, batch=batch)
+    return rank_time(replace(plan, layout=Layout("contiguous", plan.layout.rows, 1), sizes=sizes), 0, rates)
 
 
 def slowest_rank_time(plan: RingPlan, rates: DeviceRates) -> RankTime:
-    """The time of the slowest rank.
+    """The time of the slowest of the ranks that are modelled."""
+    return max((rank_time(plan, rank, rates) for rank in modelled_ranks(plan)), key=lambda time: time.total)
+
+
+def modelled_ranks(plan: RingPlan) -> Sequence[int]:
+    """All ranks of a small ring.
 
     In a ring of more than 8, only both ends and two ranks between are modelled; with packed documents, whose ranks
     differ more, up to 64 ranks.
     """
     size = plan.layout.ring_size
     sample = [round(i * (size - 1) / (_SAMPLED_RANKS - 1)) for i in range(_SAMPLED_RANKS)]
-    ranks = range(size) if size <= _WHOLE_RING else sample if len(plan.documents.lengths) == 1 else plan.sample
-    return max((rank_time(plan, rank, rates) for rank in ranks), key=lambda time: time.total)
+    return range(size) if size <= _WHOLE_RING else sample if len(plan.documents.lengths) == 1 else plan.sample
 
 
 def rank_time(plan: RingPlan, rank: int, rates: DeviceRates) -> RankTime:

@@ -17,6 +17,8 @@ from ringspan.planning.chain import Chain, Region, Sharing, triangle
 
 # A branch whose segments are far longer than those of another shares few of its pairs with it.
 _LARGEST_RATIO = 16
+# The tiles of two levels grow with the square of the ratio of their rates, and each has fewer rows.
+_LARGEST_RATE_RATIO = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +168,7 @@ def _nests(chain: list[SegmentBranch], branch: SegmentBranch, head: int, rows: i
     )
     between = branch.offsets[head] - branch.shift - last.offsets[head] + last.shift
     selects_fewer = branch.rate % last.rate == 0 and between % last.rate == 0
+    selects_fewer = selects_fewer and branch.rate <= _LARGEST_RATE_RATIO * last.rate
     # Then the selected rows are the same in all segments of the finest level: one comb.
     regular = _covers(chain[0], rows) or chain[0].segment_length % branch.rate == 0
     length = rows if covering else branch.segment_length

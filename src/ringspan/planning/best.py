@@ -1,0 +1,415 @@
+"""`rs.best_plan`: how to use some devices for attention, by the time model of `breakeven` and the memory of plans.
+
+Candidates are rings of every size that divides the devices, in every layout, with head ranks and routings. Rings of the
+same size work at the same time, each on its own part of the batch or on its own documents.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from heapq import heapreplace
+from operator import itemgetter
+
+import torch
+
+from ringspan.balance import work_before
+from ringspan.geometry import Documents, Pattern, SegmentBranch, as_int
+from ringspan.layout import AnyLayout, Layout, layouts_to_compare
+from ringspan.planning import ByNode, RingPlan, Routing
+from ringspan.planning.api import plan
+from ringspan.planning.breakeven import (
+    ASSUMED_RATES,
+    SAME,
+    WORTH_IT,
+    BreakEven,
+    DeviceRates,
+    RankTime,
+    break_even,
+    modelled_ranks,
+    short_time,
+    slowest_rank_time,
+)
+from ringspan.planning.heads import with_head_ranks
+from ringspan.validation import Lengths, document_lengths
+
+_REFINED = 3  # for so many of the fastest candidates, all layouts and routings are modelled
+_MUCH_SLOWER = 1.5  # layouts that are slower by this factor are not refined
+_MOST_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class PlanChoice:
+    """One way to use the devices: ``rings`` rings of ``ring_size`` ranks each, and what the model predicts for it.
+
+    ``time`` is that of the slowest rank, ``memory`` and ``sent`` are the bytes of the ranks that hold and send most, in
+    a forward and a backward pass; ``plan`` is the plan of the slowest ring. ``idle`` devices have no part of the
+    sequence. If rings divide packed documents, ``documents`` has the numbers of those of each ring: document i of
+    batch element b has the number b * documents + i. ``problem`` says why it does not fit; empty if it does.
+    """
+
+    rings: int
+    ring_size: int
+    idle: int
+    time: RankTime
+    memory: int
+    sent: int
+    plan: RingPlan
+    documents: tuple[tuple[int, ...], ...] = ()
+    problem: str = ""
+
+    @property
+    def layout(self) -> AnyLayout:
+        return self.plan.layout.name
+
+    @property
+    def routing(self) -> Routing:
+        return self.plan.routing
+
+    @property
+    def head_ranks(self) -> int:
+        return self.plan.head_ranks
+
+    def __str__(self) -> str:
+        if self.ring_size == 1:
+            return "one device, no split" if self.rings == 1 else f"{self.rings} devices, no split"
+        rings = f"a ring of {self.ring_size}" if self.rings == 1 else f"{self.rings} rings of {self.ring_size}"
+        laid_out = [_first_word(self.layout), str(self.routing)] if self.ring_size > self.head_ranks else []
+        heads = [f"{self.head_ranks} head ranks"] if self.head_ranks > 1 else []
+        return ", ".join([rings, *laid_out, *heads])
+
+    @property
+    def simplicity(self) -> tuple[int, int, int, int]:
+        """Smaller is simpler: small rings, then no head ranks, then simple layouts and routings."""
+        layouts: tuple[AnyLayout, ...] = ("contiguous", "zigzag")
+        layout = layouts.index(self.layout) if self.layout in layouts else len(layouts)
+        routing = ("relay", "direct").index(self.routing) if isinstance(self.routing, str) else 2
+        return self.ring_size, self.head_ranks, layout, routing
+
+
+@dataclass(frozen=True)
+class PlanChoices:
+    """Ways to use the devices, the best first; printing it gives a table, the reason, and when a ring pays.
+
+    ``ranked`` begins with ``best``: the simplest choice that is less than 2 % slower than the fastest. Then come the
+    others that fit, by time, and then those that do not, by memory.
+    """
+
+    devices: int
+    batch: int
+    rates: DeviceRates
+    ranked: tuple[PlanChoice, ...]
+
+    @property
+    def best(self) -> PlanChoice:
+        return self.ranked[0]
+
+    @cached_property
+    def break_even(self) -> BreakEven | None:
+        """From which length on the best ring is faster than no split on these devices; None for packed documents.
+
+        Also None if no ring of several ranks is possible. Searched on first use.
+        """
+        ring = next((choice for choice in self.ranked if choice.ring_size > 1), None)
+        if ring is None or len(ring.plan.documents.lengths) > 1 or ring.documents:
+            return None
+        return break_even(ring.plan, self.rates, batch_alone=-(-self.batch // self.devices))
+
+    @property
+    def reason(self) -> str:
+        """Why the best choice is the best, in one sentence."""
+        best, fitting = self.best, [choice for choice in self.ranked if not choice.problem]
+        parts = [f"{best}: {short_time(best.time.total)} a step ({_spent(best.time)})"]
+        unsplit = next(choice for choice in self.ranked if choice.ring_size == 1)
+        others = [choice for choice in fitting if choice.ring_size not in (1, best.ring_size)][:1]
+        if unsplit.problem:
+            parts.append(f"without a split, a device {unsplit.problem}")
+        for other in [unsplit, *others]:
+            if other.ring_size != best.ring_size and not other.problem:
+                ratio = other.time.total / best.time.total
+                parts.append(f"{ratio:.3g} x as fast as {other} ({_spent(other.time)})")
+        fastest = min((choice for choice in fitting if choice is not best), key=_total, default=best)
+        if fastest is not best and fastest.time.total <= best.time.total * SAME:
+            much = "as fast as" if best.time.total <= fastest.time.total * SAME else "less than 2 % slower than"
+            parts.append(f"{much} {fastest}, and simpler")
+        if best.idle:
+            parts.append(f"{best.idle} of {self.devices} devices are idle")
+        return "; ".join(parts) + "."
+
+    @property
+    def _when_a_ring_pays(self) -> str:
+        found = self.break_even
+        if found is None:
+            return ""
+        ring = next(choice for choice in self.ranked if choice.ring_size > 1)
+        verb = "is" if ring.rings == 1 else "are"
+        if found.pays:
+            return f"From about {found.length:,} tokens on, {ring} {verb} faster than no split in the model."
+        return f"Up to {found.longest:,} tokens, {ring} {verb} not faster than no split in the model: {found.reason}."
+
+    def __str__(self) -> str:
+        head = ("", "rings x ranks", "layout", "routing", "heads", "step", "work", "waiting", "memory", "sent", "")
+        lines = [head, *(_cells(number, choice) for number, choice in enumerate(self.ranked[:_MOST_SHOWN], start=1))]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+        table = ["  ".join(map(str.rjust, line, widths)).rstrip() for line in lines]
+        if len(self.ranked) > _MOST_SHOWN:
+            table.append(f"and {len(self.ranked) - _MOST_SHOWN} more")
+        return "\n".join([*table, *filter(None, [self.reason, self._when_a_ring_pays])])
+
+
+def best_plan(
+    pattern: Pattern,
+    seq_len: int | None = None,
+    *,
+    devices: int,
+    lengths: Lengths | None = None,
+    cu_seqlens: Lengths | None = None,
+    causal: bool = False,
+    batch: int = 1,
+    heads: int = 8,
+    kv_heads: int | None = None,
+    head_dim: int = 64,
+    dtype: torch.dtype = torch.float32,
+    rates: DeviceRates = ASSUMED_RATES,
+    memory: float | None = None,
+    devices_per_node: int | None = None,
+) -> PlanChoices:
+    """Rank the ways to compute attention on some devices by the modelled time of a forward and a backward pass.
+
+    Compares rings of every size that divides ``devices``, also several of them at the same time, and no split at all;
+    layouts, head ranks and routings. Several rings divide the batch or, where it does not divide evenly, the packed
+    documents, balanced by work. Devices without a part are idle. The model is that of `rs.best_layout`; it gives all
+    links the same bandwidth.
+
+    Args:
+        seq_len: rows of the sequence; may be left out if ``lengths`` or ``cu_seqlens`` is given.
+        memory: bytes of a device for the tensors of one attention call. Choices that need more are ranked last.
+        devices_per_node: head ranks stay inside a node; ``ByNode`` routing is considered for rings of several nodes.
+
+    >>> import ringspan as rs
+    >>> choices = rs.best_plan(rs.Full(), 2**18, devices=8, causal=True)
+    >>> print(choices.best)
+    a ring of 8, zigzag, relay
+    >>> choices.break_even.pays
+    True
+    >>> print(rs.best_plan(rs.Full(), 2**12, devices=8, batch=8, causal=True).best)  # a sequence for each device
+    8 devices, no split
+    """
+    if as_int("devices", devices) < 1:
+        raise ValueError(f"devices={devices}: must be at least 1")
+    packed = document_lengths(lengths, cu_seqlens, seq_len)
+    if seq_len is None and packed is None:
+        raise ValueError(
+            "neither seq_len nor lengths nor cu_seqlens: give the rows of the sequence or of its documents"
+        )
+    rows = sum(packed or ()) if seq_len is None else as_int("seq_len", seq_len)
+    if rows < 1:
+        raise ValueError(f"seq_len={rows}: must be at least 1; there is nothing to compute")
+    if memory is not None and not memory > 0:
+        raise ValueError(f"memory={memory}: must be a positive number of bytes, or None for no limit")
+    per_node = devices if devices_per_node is None else as_int("devices_per_node", devices_per_node)
+    if per_node < 1 or (devices > per_node and devices % per_node):
+        raise ValueError(f"devices_per_node={per_node}, devices={devices}: must be at least 1 and divide the devices")
+    alone = plan(
+        pattern,
+        rows,
+        layout="contiguous",
+        causal=causal,
+        lengths=packed,
+        batch=batch,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        optimize=rates.costs,
+    )
+    ranked = tuple(_Search(alone, devices, min(per_node, devices), rates, memory).ranked())
+    if ranked[0].problem:
+        least = min(ranked, key=lambda choice: choice.memory)
+        raise ValueError(
+            f"memory={memory}: no plan fits on {devices} devices; the smallest, {least}, {least.problem}; use more "
+            "devices, a smaller batch, or a shorter sequence"
+        )
+    return PlanChoices(devices, batch, rates, ranked)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one ring gets: a number of batch elements, and the documents of each."""
+
+    batch: int
+    lengths: tuple[int, ...]
+
+
+class _Search:
+    """The candidates, starting from the plan of one device that computes everything."""
+
+    def __init__(self, alone: RingPlan, devices: int, per_node: int, rates: DeviceRates, memory: float | None) -> None:
+        self.alone, self.devices, self.per_node, self.rates, self.memory = alone, devices, per_node, rates, memory
+        self.lengths = tuple(rows for rows in alone.documents.lengths if rows)
+        self.price: Callable[[int], float] = cache(self._price)
+        self.parts = cache(self._parts)
+        self.found: dict[tuple[int, AnyLayout, Routing, int], PlanChoice] = {}
+
+    def ranked(self) -> list[PlanChoice]:
+        for size in _divisors(self.devices):
+            plain = [self.try_out(size, layout, "relay", 1) for layout in self._layouts(size)]
+            layout = _in_order(plain)[0].layout
+            for count in self._head_ranks(size):
+                self.try_out(size, layout if count < size else "contiguous", "relay", count)
+        for one in _in_order(self.found.values())[:_REFINED]:
+            for layout in self._fast_layouts(one):
+                for routing in self._routings(one):
+                    self.try_out(one.ring_size, layout, routing, one.head_ranks)
+        return _in_order(self.found.values())
+
+    def _layouts(self, shards: int) -> tuple[AnyLayout, ...]:
+        """The layouts of a ring, the simplest first. With one shard, all are the same."""
+        layouts = layouts_to_compare(self.alone.pattern, self.alone.causal, self.lengths)
+        return layouts if shards > 1 else layouts[:1]
+
+    def _fast_layouts(self, choice: PlanChoice) -> list[AnyLayout]:
+        """The layouts that are not much slower than the fastest without head ranks."""
+        layouts = self._layouts(choice.ring_size // choice.head_ranks)
+        times = [self.try_out(choice.ring_size, layout, "relay", 1).time.total for layout in layouts]
+        return [layout for layout, time in zip(layouts, times, strict=True) if time <= _MUCH_SLOWER * min(times)]
+
+    def _head_ranks(self, size: int) -> Iterator[int]:
+        """The numbers of head ranks that a ring can have inside a node, without 1."""
+        kv_heads = self.alone.sizes.kv_heads
+        for count in _divisors(math.gcd(size, self.alone.sizes.heads, self.per_node))[1:]:
+            if kv_heads % count == 0 or count % kv_heads == 0:
+                yield count
+
+    def _routings(self, choice: PlanChoice) -> Iterator[Routing]:
+        """The routings that differ. Between two shards, and where nothing is sent, all are the same."""
+        yield "relay"
+        if choice.sent and choice.ring_size > 2 * choice.head_ranks:
+            yield "direct"
+            if choice.ring_size > self.per_node > 1 and choice.ring_size % self.per_node == 0:
+                yield ByNode(self.per_node)
+
+    def try_out(self, size: int, layout: AnyLayout, routing: Routing, head_ranks: int) -> PlanChoice:
+        key = size, layout, routing, head_ranks
+        if key not in self.found:
+            self.found[key] = self._model(*key)
+        return self.found[key]
+
+    def _model(self, size: int, layout: AnyLayout, routing: Routing, head_ranks: int) -> PlanChoice:
+        rings, parts, documents = self.parts(self.devices // size)
+        plans = [self._plan(part, size, layout, routing, head_ranks) for part in parts]
+        times = [slowest_rank_time(plan, self.rates) for plan in plans]
+        time, slowest = max(zip(times, plans, strict=True), key=lambda each: each[0].total)
+        ranks = [(plan, rank) for plan in plans for rank in {*modelled_ranks(plan), _fullest(plan.layout)}]
+        memory = max(plan.memory(rank, backward=True).total for plan, rank in ranks)
+        sent = max(plan.bytes_sent(rank) + plan.bytes_sent(rank, backward=True) for plan, rank in ranks)
+        problem = ""
+        if self.memory is not None and memory > self.memory:
+            problem = f"needs {_size(memory)} of {_size(self.memory)}"
+        return PlanChoice(rings, size, self.devices - rings * size, time, memory, sent, slowest, documents, problem)
+
+    def _plan(self, part: _Part, size: int, layout: AnyLayout, routing: Routing, head_ranks: int) -> RingPlan:
+        shards = Layout(layout, sum(part.lengths), size // head_ranks, part.lengths)
+        return replace(
+            self.alone,
+            documents=Documents(part.lengths),
+            layout=with_head_ranks(shards, head_ranks),
+            routing=routing,
+            sizes=replace(self.alone.sizes, batch=part.batch),
+        )
+
+    def _parts(self, rings: int) -> tuple[int, tuple[_Part, ...], tuple[tuple[int, ...], ...]]:
+        """(rings with any work, parts of the ring with most work and of that with most rows, documents of each ring).
+
+        Documents go to the ring with the least work so far, those with the most work first. They are divided only if
+        rings cannot have the same number of batch elements.
+        """
+        batch = self.alone.sizes.batch
+        if len(self.lengths) == 1 or batch % rings == 0:
+            return min(rings, batch), (_Part(-(-batch // rings), self.lengths),), ()
+        every = self.alone.documents.lengths * batch
+        loads, held = [(0.0, 0, ring) for ring in range(rings)], [list[int]() for _ in range(rings)]
+        for number in sorted((i for i, rows in enumerate(every) if rows), key=lambda i: -self.price(every[i])):
+            price, rows, ring = loads[0]
+            held[ring].append(number)
+            heapreplace(loads, (price + self.price(every[number]), rows + every[number], ring))
+        largest = dict.fromkeys(max(loads, key=itemgetter(i))[2] for i in (0, 1))
+        parts = tuple(_Part(1, tuple(every[number] for number in sorted(held[ring]))) for ring in largest)
+        documents = tuple(tuple(sorted(numbers)) for numbers in held if numbers)
+        return len(documents), parts, documents
+
+    def _price(self, rows: int) -> float:
+        """About what a document costs one device, in pairs, as `TileCosts.price` counts them."""
+        branches, costs = self.alone.pattern.branches(rows), self.rates.costs
+        rates = [branch.rate if isinstance(branch, SegmentBranch) else 1 for branch in branches]
+        pairs = work_before(self.alone.pattern, self.alone.causal, rows, rows) / math.lcm(*rates)
+        merged = 2 * costs.row * sum(rows / rate for rate in rates)
+        return self.alone.sizes.heads * (pairs + merged) + costs.call * len(branches)
+
+
+def _in_order(choices: Iterable[PlanChoice]) -> list[PlanChoice]:
+    """As `PlanChoices.ranked`."""
+
+    def rank(choice: PlanChoice) -> tuple[object, ...]:
+        return bool(choice.problem), choice.memory if choice.problem else choice.time.total, choice.simplicity
+
+    order = sorted(choices, key=rank)
+    fast = [one for one in order if not one.problem and one.time.total <= order[0].time.total * WORTH_IT]
+    best = min(fast, key=lambda one: one.simplicity, default=order[0])
+    return [best, *(one for one in order if one is not best)]
+
+
+def _divisors(number: int) -> list[int]:
+    """The numbers that divide it, in order.
+
+    >>> _divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    return [i for i in range(1, number + 1) if number % i == 0]
+
+
+def _fullest(layout: Layout) -> int:
+    """The first of the ranks with the most rows."""
+    return max(range(layout.ring_size), key=layout.rows_of)
+
+
+def _size(count: float) -> str:
+    """Bytes with three significant digits.
+
+    >>> _size(5 * 2**20), _size(3 * 2**29)
+    ('5 MiB', '1.5 GiB')
+    """
+    return f"{count / 2**30:.3g} GiB" if count >= 2**30 else f"{count / 2**20:.3g} MiB"
+
+
+def _first_word(layout: AnyLayout) -> str:
+    """The layout without the options of `Balanced`."""
+    return str(layout).split(" ")[0]
+
+
+def _total(choice: PlanChoice) -> float:
+    return choice.time.total
+
+
+def _spent(time: RankTime) -> str:
+    return f"{short_time(time.work)} of work, {short_time(time.waiting + time.latency)} of waiting"
+
+
+def _cells(number: int, choice: PlanChoice) -> tuple[str, ...]:
+    """The row of a choice in the table."""
+    time, idle = choice.time, f"{choice.idle} idle" if choice.idle else ""
+    return (
+        str(number),
+        f"{choice.rings} x {choice.ring_size}",
+        _first_word(choice.layout) if choice.ring_size > choice.head_ranks else "-",
+        str(choice.routing) if choice.ring_size > choice.head_ranks else "-",
+        str(choice.head_ranks),
+        short_time(time.total),
+        short_time(time.work),
+        short_time(time.waiting + time.latency),
+        _size(choice.memory),
+        _size(choice.sent) if choice.sent else "nothing",
+        choice.problem or idle,
+    )
