@@ -27,7 +27,7 @@ def test_opcheck(lengths: tuple[int, ...] | None, needed: tuple[bool, ...], dtyp
     q, k, v = (x.detach().requires_grad_(need) for x, need in zip(qkv(dtype=dtype), needed, strict=True))
     packed = None if lengths is None else torch.tensor(lengths)
     # No tolerance is given: the checks compare compiled and eager runs of the same operator.
-    values = (PATTERN.text, "", True, 0.3, 0.0, "cpu_flash", "", None)
+    values = (PATTERN.text, "", True, 0.3, 0.0, "cpu_flash", rs.TileCosts().text, "", None)
     torch.library.opcheck(attention_op, (q, k, v, None, packed, *values, [*needed, False]))
     for sinks in (torch.randn(4, dtype=dtype), torch.randn(2, 70, 4, dtype=dtype)):
         torch.library.opcheck(attention_op, (q, k, v, sinks.requires_grad_(), packed, *values, [*needed, True]))

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,10 @@ from typer.testing import CliRunner
 
 import ringspan as rs
 from ringspan.cli.app import app
-from ringspan.planning.breakeven import DeviceRates, slowest_rank_time, speedup
+from ringspan.planning.breakeven import ASSUMED_RATES, slowest_rank_time, speedup
 
 CLUSTER = ["--flops", "1e14", "--bandwidth", "25e9"]
-RATES = DeviceRates(flops=1e14, bandwidth=25e9, latency=20e-6)
+RATES = replace(ASSUMED_RATES, flops=1e14, bandwidth=25e9, latency=20e-6)
 BORDERED = ["--tokens", "1M", "--ranks", "8", "--pattern", "2048x1,8192x4,32768x16", "--no-measure"]
 
 
@@ -61,7 +62,7 @@ def test_one_recommendation_with_the_numbers_of_that_layout(pattern: str, tokens
     found = run_json(*setting)
     kind = rs.Full() if pattern == "full" else rs.Dilated((2048, 8192, 32768), (1, 4, 16))
     plans = {
-        name: rs.plan(kind, found["tokens"], ring_size=ranks, layout=name, causal=True)  # type: ignore[arg-type]
+        name: rs.plan(kind, found["tokens"], ring_size=ranks, layout=name, causal=True, device="cuda")  # type: ignore[arg-type]
         for name in ("contiguous", "zigzag")
     }
     fastest = min(plans, key=lambda name: slowest_rank_time(plans[name], RATES).total)
