@@ -18,7 +18,7 @@ from ringspan.planning.chain import Chain, Region, Sharing, triangle
 # A branch whose segments are far longer than those of another shares few of its pairs with it.
 _LARGEST_RATIO = 16
 # The tiles of two levels grow with the square of the ratio of their rates, and each has fewer rows.
-_LARGEST_RATE_RATIO = 4
+_LARGEST_RATE_RATIO = 3
 
 
 @dataclass(frozen=True, slots=True)
