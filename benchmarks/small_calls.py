@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import ringspan as rs
 from benchmarks.bare_kernel import BareKernel
 from benchmarks.suite import PASSES, Measuring, Rows, Table
+from ringspan._op import attention_op
 from ringspan.engine import run_forward
 from ringspan.geometry import Documents
 from ringspan.layout import Layout
@@ -107,29 +108,16 @@ def _seconds_each(
     return {name: statistics.median(seconds) / repeats for name, seconds in times.items()}
 
 
-@torch.library.custom_op("ringspan_benchmarks::nothing", mutates_args=())
-def nothing(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    lengths: Tensor | None,
-    pattern: str,
-    order: str,
-    causal: bool,
-    scale: float,
-    softcap: float,
-    kernel: str,
-    costs: str,
-    ring: str,
-    seq_len: int | None,
-    needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """An operator with the arguments of ringspan's that computes nothing: the cost of its dispatch."""
-    return q.new_empty(0), q.new_empty(0), q.new_empty(0)
+def _nothing(q: Tensor, *others: object) -> tuple[Tensor, ...]:
+    return tuple(q.new_empty(0) for _ in range(3))
 
 
-nothing.register_autograd(lambda ctx, *grads: (None,) * 15)
+# An operator with the arguments of ringspan's that computes nothing: the cost of its dispatch.
+_SCHEMA = str(attention_op._opoverload._schema)
+nothing = torch.library.custom_op(
+    "ringspan_benchmarks::nothing", _nothing, mutates_args=(), schema=_SCHEMA[_SCHEMA.index("(") :]
+)
+nothing.register_autograd(lambda ctx, *grads: (None,) * len(attention_op._opoverload._schema.arguments))
 
 
 def time_parts(heads: int, head_dim: int, repeats: int, rounds: int) -> dict[str, dict[str, float]]:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import ringspan as rs
-from ringspan.planning.routes import SharedSegment
+from ringspan.planning.shared_segments import SharedSegment
 
 PATTERN = rs.Dilated((2048, 8192, 32768), (1, 4, 16))
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import ringspan as rs
 from ringspan.oracle import dense_attention
-from tests.exactness import inputs, loss_weights, random_sinks, weighted_loss
+from tests.exactness import assert_ring_equals_oracle, inputs, random_sinks
 from tests.ranks import on_ranks
 
 NAMES = ("ring", "heads")
@@ -24,44 +24,6 @@ def _meshes() -> list[DeviceMesh]:
     return [
         init_device_mesh("cpu", (world // u, u), mesh_dim_names=NAMES) for u in range(1, world + 1) if world % u == 0
     ]
-
-
-def check_case(ring: rs.Ring, tensors: list[Tensor], options: dict, seq_len: int | None) -> None:  # type: ignore[type-arg]
-    """Output, lse and gradients of my rows against the oracle's; bytes against the plan's."""
-    q, k, v = tensors
-    sinks = options.get("sinks")
-    right, right_lse = dense_attention(q, k, v, **options)
-    weights = loss_weights(right, right_lse)
-    tensors = tensors if sinks is None else [*tensors, sinks]
-    wanted = torch.autograd.grad(weighted_loss(right, right_lse, weights), tensors)
-    mine = [(ring.split_sequence(x.detach()) if x.dim() > 1 else x.detach()).requires_grad_() for x in tensors]
-    ring.reset_counters()
-    given = options if sinks is None else {**options, "sinks": mine[3]}
-    out, lse = rs.attention(*mine[:3], return_lse=True, ring=ring, seq_len=seq_len, **given)
-    close(out, ring.split_sequence(right))
-    close(lse, ring.split_sequence(right_lse, dim=2))
-    shape = dict(batch=q.shape[0], heads=q.shape[2], kv_heads=k.shape[2], head_dim=q.shape[3], dtype=q.dtype)
-    where = dict(ring_size=ring.size, head_ranks=ring.head_ranks, layout=ring.layout, routing=ring.routing)
-    plan = rs.plan(
-        options["pattern"], q.shape[1], causal=options["causal"], lengths=options["lengths"], **shape, **where
-    )
-    per_row = sinks is not None and sinks.dim() == 3  # the plan does not count these sinks
-    if not per_row:
-        assert ring.counters.bytes_sent == plan.bytes_sent(ring.rank)
-        assert ring.counters.bytes_received == plan.bytes_received(ring.rank)
-    ring.reset_counters()
-    local = (ring.split_sequence(weights[0]), ring.split_sequence(weights[1], dim=2))
-    found = list(torch.autograd.grad(weighted_loss(out, lse, local), mine))
-    for x, grad in zip(found[:3], wanted[:3], strict=True):
-        close(x, ring.split_sequence(grad))
-    assert ring.counters.bytes_sent == plan.bytes_sent(ring.rank, backward=True)
-    assert ring.counters.bytes_received == plan.bytes_received(ring.rank, backward=True)
-    assert ring.counters.live_bytes == 0
-    if per_row:
-        close(found[3], ring.split_sequence(wanted[3]))
-    elif sinks is not None:
-        dist.all_reduce(found[3], group=ring.group)
-        close(found[3], wanted[3])
 
 
 @on_ranks(2, 4)
@@ -93,7 +55,7 @@ def test_random_cases_equal_the_oracle() -> None:
         if case % 3 == 0:
             shape = random.choice([tensors[0].shape[2:3], tensors[0].shape[:3]])
             options |= dict(sinks=random_sinks(tuple(shape)), softcap=random.choice([None, 2.0]))
-        check_case(ring, tensors, options, n if random.random() < 0.5 else None)
+        assert_ring_equals_oracle(ring, tensors, options, n if random.random() < 0.5 else None)
 
 
 @on_ranks(2, 4)
@@ -129,7 +91,7 @@ def test_part_of_a_mesh() -> None:
         assert (ring.size, ring.rank) == (2, dist.get_rank() % 2)
         torch.manual_seed(dist.get_rank() // 2)  # each pair of ranks has its own sequence
         tensors = inputs(1, 31, 2, 2, 4)
-        check_case(ring, tensors, dict(pattern=rs.Full(), causal=True, lengths=(31,)), None)
+        assert_ring_equals_oracle(ring, tensors, dict(pattern=rs.Full(), causal=True, lengths=(31,)), None)
         with pytest.raises(rs.RingError, match="a mesh with 3 dimensions"):
             rs.Ring(mesh)
 

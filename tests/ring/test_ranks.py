@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import ringspan as rs
 from ringspan.oracle import dense_attention
-from tests.exactness import inputs, loss_weights, random_sinks, weighted_loss
+from tests.exactness import assert_ring_equals_oracle, inputs, random_sinks
 from tests.ranks import on_ranks
 
 ROUTINGS: list[rs.Routing] = ["relay", "direct", rs.ByNode(1), rs.ByNode(2), rs.ByNode(3)]
@@ -25,57 +25,6 @@ NESTED = [[(4, 1), (8, 2), (16, 4)], [(8, 1), (16, 2), (32, 2), (96, 4)], [(12, 
 
 def close(x: Tensor, y: Tensor) -> None:
     torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
-
-
-def check_case(
-    ring: rs.Ring,
-    tensors: list[Tensor],
-    options: dict,  # type: ignore[type-arg]
-    seq_len: int | None = None,
-    optimize: rs.Optimize = "auto",
-) -> None:
-    """Output, lse and gradients of my rows against the oracle's; bytes against the plan's."""
-    q, k, v = tensors
-    n, sinks = q.shape[1], options.get("sinks")
-    right, right_lse = dense_attention(q, k, v, **options)
-    weights = loss_weights(right, right_lse)
-    tensors = tensors if sinks is None else [*tensors, sinks]
-    wanted = torch.autograd.grad(weighted_loss(right, right_lse, weights), tensors)
-    mine = [(ring.split_sequence(x.detach()) if x.dim() > 1 else x.detach()).requires_grad_() for x in tensors]
-    ring.reset_counters()
-    given = options if sinks is None else {**options, "sinks": mine[3]}
-    out, lse = rs.attention(*mine[:3], return_lse=True, ring=ring, seq_len=seq_len, optimize=optimize, **given)
-    close(out, ring.split_sequence(right))
-    close(lse, ring.split_sequence(right_lse, dim=2))
-    plan = rs.plan(
-        options["pattern"],
-        n,
-        ring_size=ring.size,
-        layout=ring.layout,
-        routing=ring.routing,
-        causal=options["causal"],
-        lengths=options["lengths"],
-        batch=q.shape[0],
-        heads=q.shape[2],
-        kv_heads=k.shape[2],
-        head_dim=q.shape[3],
-        dtype=q.dtype,
-        optimize=optimize,
-    )
-    assert ring.counters.bytes_sent == plan.bytes_sent(ring.rank)
-    assert ring.counters.bytes_received == plan.bytes_received(ring.rank)
-    ring.reset_counters()
-    local = (ring.split_sequence(weights[0]), ring.split_sequence(weights[1], dim=2))
-    found = list(torch.autograd.grad(weighted_loss(out, lse, local), mine))
-    for x, grad in zip(found[:3], wanted[:3], strict=True):
-        close(x, ring.split_sequence(grad))
-    assert ring.counters.bytes_sent == plan.bytes_sent(ring.rank, backward=True)
-    assert ring.counters.live_parcel_bytes == 0
-    if sinks is not None and sinks.dim() == 1:  # as every parameter that all ranks hold
-        dist.all_reduce(found[3])
-        close(found[3], wanted[3])
-    elif sinks is not None:
-        close(found[3], ring.split_sequence(wanted[3]))
 
 
 def _random_pattern() -> rs.Pattern:
@@ -111,7 +60,9 @@ def test_random_cases_equal_the_oracle() -> None:
             shape = random.choice([tensors[0].shape[2:3], tensors[0].shape[:3]])
             options |= dict(sinks=random_sinks(tuple(shape)), softcap=random.choice([None, 2.0]))
         optimize = random.choice(["auto", "none", rs.TileCosts(0, 0, 0), rs.TileCosts(0, 0, 0), rs.TileCosts(1, 4, 4)])
-        check_case(rings[case % len(rings)], tensors, options, n if random.random() < 0.5 else None, optimize)
+        assert_ring_equals_oracle(
+            rings[case % len(rings)], tensors, options, n if random.random() < 0.5 else None, optimize
+        )
 
 
 @on_ranks(2, 3, 4)
@@ -126,7 +77,7 @@ def test_folded_orders_equal_the_oracle() -> None:
         options = dict(pattern=pattern, causal=case % 2 == 0, lengths=(cut, n - cut), order=rs.Hilbert.folded(fold))
         tensors = inputs(1, n, random.randint(1, 3), random.randint(1, 2), 4)
         # The plan counts all branches together, but causal passes take one each.
-        check_case(ring, tensors, options, optimize="none")
+        assert_ring_equals_oracle(ring, tensors, options, optimize="none")
 
 
 @on_ranks(2, 3, 4)
@@ -344,7 +295,7 @@ def test_two_rings_in_a_mesh() -> None:
     assert ring.size == dist.get_world_size() // 2
     torch.manual_seed(mesh["data"].get_local_rank())
     options = dict(pattern=rs.Dilated((8, 40), (1, 2)), causal=True, lengths=None)
-    check_case(ring, inputs(1, 41, 2, 1, 4), options)
+    assert_ring_equals_oracle(ring, inputs(1, 41, 2, 1, 4), options)
 
 
 @on_ranks(4)
@@ -374,7 +325,7 @@ def test_a_group_below_min_size_is_rejected() -> None:
     with pytest.raises(rs.RingError, match=re.escape("the group has 1 rank(s), but min_size=2")):
         rs.Ring(alone)
     ring = rs.Ring(alone, min_size=1)
-    check_case(ring, inputs(1, 20, 2, 1, 4), dict(pattern=rs.Full(), causal=True, lengths=None))
+    assert_ring_equals_oracle(ring, inputs(1, 20, 2, 1, 4), dict(pattern=rs.Full(), causal=True, lengths=None))
 
 
 @on_ranks(2)

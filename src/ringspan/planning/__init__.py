@@ -6,7 +6,8 @@ Uses no tensors, devices or process groups.
 from ringspan.planning.cost import RankMemory, Reach, RingPlan, TensorSizes, find_reach
 from ringspan.planning.nesting import CPU_COSTS, Optimize, TileCosts, costs_for, parse_costs
 from ringspan.planning.rank import Hop, RankPlan, plan_rank
-from ringspan.planning.routes import ByNode, Routing, check_routing, packing_from_sequence
+from ringspan.planning.routes import ByNode, Routing, check_routing
+from ringspan.planning.shared_segments import packing_from_sequence
 from ringspan.planning.tiles import Message, Packing, Parcel, Tile, parcel_lanes
 
 __all__ = [

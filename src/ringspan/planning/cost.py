@@ -16,7 +16,8 @@ from ringspan.layout import Layout, RankSpan
 from ringspan.planning.heads import head_ranks_of, heads_of, inside_ring, ring_routing, shards_of
 from ringspan.planning.nesting import CPU_COSTS, TileCosts
 from ringspan.planning.rank import Hop, RankPlan, plan_rank
-from ringspan.planning.routes import ByNode, Routing, node_of, shared_window
+from ringspan.planning.routes import ByNode, Routing, node_of
+from ringspan.planning.shared_windows import shared_window
 from ringspan.planning.tiles import Message, Parcel
 
 _MOST_RANKS_SAMPLED = 64  # in a larger ring: both ends and an even sample between

@@ -15,16 +15,9 @@ from ringspan.geometry import Comb, Documents, Lane, Pattern, WindowBranch, band
 from ringspan.layout import Layout, Span
 from ringspan.planning.chain import Chain, Product, Region, Rows, triangle
 from ringspan.planning.nesting import CPU_COSTS, TileCosts, group_branches
-from ringspan.planning.routes import (
-    P,
-    Routing,
-    Shared,
-    SharedSegment,
-    Strand,
-    owner_sends,
-    shared_segment,
-    shared_window,
-)
+from ringspan.planning.routes import P, Routing, Shared, owner_sends
+from ringspan.planning.shared_segments import SharedSegment, Strand, shared_segment
+from ringspan.planning.shared_windows import shared_window
 from ringspan.planning.tiles import Message, Packing, Parcel, Tile, fuse_equal_segments
 
 
