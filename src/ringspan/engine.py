@@ -8,7 +8,7 @@ only the final out and lse (docs/derivation.md).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -25,9 +25,6 @@ from ringspan.views import Block, CallSize, Operands, blocks, comb_view, fold
 # Bytes that the results of a kernel call may take: small enough to stay in cache. This is the only memory besides
 # inputs, outputs, their accumulators and parcels.
 WORKSPACE_BYTES = 16 * 2**20
-# Bytes of the rows of q, k, v and the result that tiles use before they move on, on CPUs: about a share of the last
-# level of cache.
-CACHE_BYTES = 16 * 2**20
 # Copies of a row in reverse order, of the operands and results of an anticausal tile.
 _REVERSED_FORWARD, _REVERSED_BACKWARD = 4, 8
 
@@ -65,7 +62,7 @@ class ForwardRun(RankRun):
         return self.out, self.lse
 
     def compute(self, number: int) -> None:
-        for tile in cache_order(self.plan.hop(number).tiles, rows_in_cache(self._query_side["q"])):
+        for tile in self.plan.hop(number).tiles:
             keys, values = self.rows_of(tile.parcel)
             forward_tile_(
                 tile,
@@ -140,7 +137,7 @@ class BackwardRun(RankRun):
 
     def compute(self, number: int) -> None:
         self._shares = self._parcel_grads.zeros(self.plan.hop(number))
-        for tile in cache_order(self.plan.hop(number).tiles, rows_in_cache(self._query_side["q"])):
+        for tile in self.plan.hop(number).tiles:
             key_side = dict(zip(("k", "v"), self.rows_of(tile.parcel), strict=True))
             if tile.parcel is None:
                 key_side |= self._own_grads
@@ -191,53 +188,6 @@ def run_backward(
     return run.results
 
 
-def rows_in_cache(q: Tensor) -> int:
-    """How many rows tiles should use before they move on; 0 if all of them."""
-    parallel = -(-torch.get_num_threads() // q.shape[2])  # segments, so that there is work for every thread
-    row_bytes = 4 * q.shape[0] * q.shape[2] * q.shape[3] * q.element_size()
-    rows = parallel * CACHE_BYTES // max(1, row_bytes)
-    return rows if q.device.type == "cpu" and rows < q.shape[1] else 0
-
-
-def cache_order(tiles: Sequence[Tile], rows: int) -> Iterator[Tile]:
-    """Tiles that repeat over the same segments take turns every few segments, so that shared rows stay in cache.
-
-    Tiles take turns only if each segment of one ends before the next segment of all others begins, so a fresh tile is
-    the first for its rows in its own bundle. Those of all bundles but the largest come before.
-    """
-    bundles: list[list[Tile]] = []
-    repeating: list[tuple[list[Tile], range]] = []  # bundles, and the rows of their first segment
-    for tile in tiles:
-        bundle = _joined(tile, repeating) if rows and tile.queries.segments > 1 else [tile]
-        if len(bundle) == 1:
-            bundles.append(bundle)
-    largest = max(bundles, key=lambda bundle: sum(tile.pairs for tile in bundle), default=[])
-    others = [bundle for bundle in bundles if bundle is not largest]
-    yield from (tile for bundle in others for tile in bundle if tile.fresh)
-    for bundle in (largest, *([tile for tile in bundle if not tile.fresh] for bundle in others)):
-        if bundle:
-            queries = bundle[0].queries
-            step = max(1, rows // queries.stride) if len(bundle) > 1 else queries.segments
-            for first in range(0, queries.segments, step):
-                yield from (tile.segments(first, min(step, queries.segments - first)) for tile in bundle)
-
-
-def _joined(tile: Tile, repeating: list[tuple[list[Tile], range]]) -> list[Tile]:
-    """The bundle that a tile with several segments joins, or begins."""
-    queries = tile.queries
-    last = queries.start + (queries.rows - 1) * queries.step + (queries.heads - 1) * queries.head_step
-    for i, (bundle, held) in enumerate(repeating):
-        first = bundle[0]
-        joined = range(min(held.start, queries.start), max(held.stop, last + 1))
-        alike = (first.queries.segments, first.queries.stride) == (queries.segments, queries.stride)
-        if alike and first.parcel == tile.parcel and len(joined) <= queries.stride:
-            bundle.append(tile)
-            repeating[i] = bundle, joined
-            return bundle
-    repeating.append(([tile], range(queries.start, last + 1)))
-    return repeating[-1][0]
-
-
 def _calls(
     tile: Tile, query_side: Operands, key_side: Operands, kernel: Kernel, row_bytes: int, reversed_copies: int
 ) -> Iterator[tuple[Operands, Block]]:
@@ -246,8 +196,8 @@ def _calls(
     views = {name: comb_view(x, tile.queries, group) for name, x in query_side.items()}
     for name, x in key_side.items():
         views[name] = comb_view(x, tile.keys).expand(-1, -1, -1, group, -1, *x.shape[3:])
-    if tile.mask == "anticausal":
-        row_bytes += reversed_copies * query_side["q"].shape[-1] * query_side["q"].element_size()
+    copies = 2 * kernel.key_copies + (reversed_copies if tile.mask == "anticausal" else 0)
+    row_bytes += copies * query_side["q"].shape[-1] * query_side["q"].element_size()
     size = CallSize.that_fits(
         WORKSPACE_BYTES,
         longest=max(tile.queries.rows, tile.keys.rows),

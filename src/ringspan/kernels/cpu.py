@@ -1,4 +1,8 @@
-"""PyTorch's CPU flash kernel, called on strided views without a copy.
+"""PyTorch's CPU flash kernel, called on strided views of queries and on dense copies of keys and values.
+
+The kernel reads the keys and values of a tile once for every few dozen queries. If their rows are far apart, each read
+misses caches and address translation: on some processors that takes twice the time of a dense tile, and the copy a
+twentieth of it.
 
 The aten operator is private to PyTorch; tests/kernels checks that it still behaves as expected. It kills the process on
 empty operands, and returns wrong results without an error if the last stride is not 1 or if K has fewer heads than Q.
@@ -16,13 +20,23 @@ from ringspan.kernels.kernel import Contract, Gradients, Kernel, Needs, ScoreOpt
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _MOST_LANES = 64  # of fp32 in the widest vector registers (2,048 bits)
+_FEWEST_QUERIES = 128  # with fewer, keys and values are read too few times for a copy to pay
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scores: ScoreOptions) -> tuple[Tensor, Tensor]:
-    out, lse = _forward(q, k, v, 0.0, causal, scale=scores.scale)
+    dense_k, dense_v = (_dense(x, q.shape[2]) for x in (k, v))
+    out, lse = _forward(q, dense_k, dense_v, 0.0, causal, scale=scores.scale)
     if k.shape[2] < _MOST_LANES and not lse.all():
         _poison_(out, lse, q, k, causal)
     return out, lse
+
+
+def _dense(x: Tensor, queries: int) -> Tensor:
+    """Keys or values with the rows of each tile next to each other; heads that share them share the copy."""
+    if queries < _FEWEST_QUERIES or x.stride(2) == x.shape[3]:
+        return x
+    once = x[tuple(slice(1) if stride == 0 else slice(None) for stride in x.stride()[:2])]
+    return once.contiguous().expand(x.shape)
 
 
 def _poison_(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, causal: bool) -> None:
@@ -48,6 +62,7 @@ def backward(
     scores: ScoreOptions,
     needs: Needs,
 ) -> Gradients:
+    k, v = (_dense(x, q.shape[2]) for x in (k, v))
     dq, dk, dv = _backward(grad_out, q, k, v, out, lse, 0.0, causal, scale=scores.scale)
     return dq, dk, dv
 
@@ -60,4 +75,5 @@ FLASH = Kernel(
     ),
     compute_forward=forward,
     compute_backward=backward,
+    key_copies=1,
 )

@@ -75,18 +75,6 @@ class Tile:
             per_segment = self.queries.rows * (self.queries.rows + 1) // 2
         return self.queries.heads * self.queries.segments * per_segment
 
-    def segments(self, first: int, count: int) -> Tile:
-        """The tile of some of its segments."""
-        if (first, count) == (0, self.queries.segments):
-            return self
-        queries, keys = (
-            replace(
-                comb, start=comb.start + first * comb.stride, segments=count, stride=comb.stride if count > 1 else 0
-            )
-            for comb in (self.queries, self.keys)
-        )
-        return replace(self, queries=queries, keys=keys)
-
 
 def parcel_lanes(lanes: Sequence[Lane], base: int = 0) -> list[Lane]:
     """The rows of each head in a parcel that holds these lanes from its row ``base`` on."""
