@@ -53,7 +53,7 @@ ALLOWED: dict[str, set[str]] = {
     "nn": {"geometry", "api", "order", "ring", "validation"},
     "oracle": {"geometry", "order"},
     "draw": {"geometry", "layout", "oracle", "order", "planning"},
-    "integrations": {"models", "nn", "ringspan", "runtime", "validation"},
+    "integrations": {"layout", "models", "nn", "ringspan", "runtime", "validation"},
     "models": {"geometry", "nn", "ringspan", "runtime", "validation"},
     "train": {"geometry", "layout", "models", "planning", "ringspan", "runtime", "schedule"},
     "__main__": {"cli"},
