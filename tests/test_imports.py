@@ -55,7 +55,7 @@ ALLOWED: dict[str, set[str]] = {
     "draw": {"geometry", "layout", "oracle", "order", "planning"},
     "integrations": {"layout", "models", "nn", "ringspan", "runtime", "validation"},
     "models": {"geometry", "nn", "ringspan", "runtime", "validation"},
-    "train": {"geometry", "layout", "models", "planning", "ringspan", "runtime", "schedule"},
+    "train": {"balance", "geometry", "layout", "models", "nn", "planning", "ringspan", "runtime", "schedule"},
     "__main__": {"cli"},
 }
 TAKE_DTYPES = {SOURCE / "planning/api.py", SOURCE / "planning/best.py"}  # `rs.plan` and `rs.best_plan`
