@@ -48,8 +48,8 @@ ALLOWED: dict[str, set[str]] = {
         ),
         "views",
     },
-    "streaming": {"engine", "geometry", "kernels", "planning", "ring", "ringspan", "runtime", "schedule", "softmax"}
-    | {"validation", "views"},
+    "streaming": {"engine", "geometry", "kernels", "layout", "planning", "ring", "ringspan", "runtime", "schedule"}
+    | {"softmax", "validation", "views"},
     "nn": {"geometry", "api", "order", "ring", "validation"},
     "oracle": {"geometry", "order"},
     "draw": {"geometry", "layout", "oracle", "order", "planning"},
