@@ -65,17 +65,18 @@ def assert_ring_equals_oracle(
 ) -> None:
     """Output, lse and gradients of this rank's rows within 1e-12 of the definition; bytes equal to the plan's."""
     close = partial(torch.testing.assert_close, rtol=0, atol=1e-12)
+    split = partial(ring.split_sequence, lengths=options["lengths"])
     (q, k, v), sinks = tensors, options.get("sinks")
     right, right_lse = dense_attention(q, k, v, **options)
     weights = loss_weights(right, right_lse)
     tensors = tensors if sinks is None else [*tensors, sinks]
     wanted = torch.autograd.grad(weighted_loss(right, right_lse, weights), tensors)
-    mine = [(ring.split_sequence(x.detach()) if x.dim() > 1 else x.detach()).requires_grad_() for x in tensors]
+    mine = [(split(x.detach()) if x.dim() > 1 else x.detach()).requires_grad_() for x in tensors]
     ring.reset_counters()
     given = options if sinks is None else {**options, "sinks": mine[3]}
     out, lse = rs.attention(*mine[:3], return_lse=True, ring=ring, seq_len=seq_len, optimize=optimize, **given)
-    close(out, ring.split_sequence(right))
-    close(lse, ring.split_sequence(right_lse, dim=2))
+    close(out, split(right))
+    close(lse, split(right_lse, dim=2))
     shape = dict(batch=q.shape[0], heads=q.shape[2], kv_heads=k.shape[2], head_dim=q.shape[3], dtype=q.dtype)
     where = dict(ring_size=ring.size, head_ranks=ring.head_ranks, layout=ring.layout, routing=ring.routing)
     what = dict(causal=options["causal"], lengths=options["lengths"], optimize=optimize)
@@ -85,15 +86,15 @@ def assert_ring_equals_oracle(
         assert ring.counters.bytes_sent == plan.bytes_sent(ring.rank)
         assert ring.counters.bytes_received == plan.bytes_received(ring.rank)
     ring.reset_counters()
-    local = (ring.split_sequence(weights[0]), ring.split_sequence(weights[1], dim=2))
+    local = (split(weights[0]), split(weights[1], dim=2))
     found = list(torch.autograd.grad(weighted_loss(out, lse, local), mine))
     for x, grad in zip(found[:3], wanted[:3], strict=True):
-        close(x, ring.split_sequence(grad))
+        close(x, split(grad))
     assert ring.counters.bytes_sent == plan.bytes_sent(ring.rank, backward=True)
     assert ring.counters.bytes_received == plan.bytes_received(ring.rank, backward=True)
     assert ring.counters.live_bytes == ring.counters.live_parcel_bytes == 0
     if per_row:
-        close(found[3], ring.split_sequence(wanted[3]))
+        close(found[3], split(wanted[3]))
     elif sinks is not None:  # as every parameter that all ranks hold
         dist.all_reduce(found[3], group=ring.group)
         close(found[3], wanted[3])

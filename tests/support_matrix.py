@@ -34,7 +34,7 @@ PAGE, README, MARKER = ROOT / "docs/support.md", ROOT / "README.md", "support ma
 REFUSALS = (ValueError, TypeError, RuntimeError)  # NotImplementedError is a RuntimeError
 TIMES_DENSE = {torch.float32: 10, torch.bfloat16: 2, torch.float16: 2}
 
-ROWS, HEADS, HEAD_DIM, RANKS = 57, 8, 8, 4  # folds of 7 rows fit the uneven shards of 57 rows in both layouts
+ROWS, HEADS, HEAD_DIM, RANKS = 57, 8, 8, 4  # folds of 7 rows fit the uneven shards of 57 rows, contiguous or zigzag
 FOLDED, GRID = rs.Hilbert.folded(7), rs.Hilbert((3, 19))
 DILATED = rs.Dilated((16, ROWS), (1, 3))  # a rate below 4 heads, so that blocked and interleaved offsets differ
 WINDOW = rs.Window(9, right=3)
@@ -56,7 +56,7 @@ PATTERNS_TEXT = f"""\
 without causality; decoding is always causal. Rings are simulated, with {RANKS} ranks; `tests/ring` runs real processes.
 The rows about dtypes, rings, torch.compile, decoding and streaming also combine GQA, packed documents, sinks and a soft
 cap. In bf16 and fp16, the allowed error is twice that of dense attention in the same dtype; in fp32, ten times."""
-FEATURES_TEXT = "Rings are run in both layouts. The README shows this table without the numbers."
+FEATURES_TEXT = "Rings are contiguous and zigzag. The README shows this table without the numbers."
 REFUSALS_TEXT = """\
 If torch.compile fails while it traces a call, it reports the error in its own words. The table then has the error of
 the same call without torch.compile."""
@@ -216,12 +216,14 @@ def _blocks(rows: int) -> list[int]:
     return [rows // 3, *[1] * (rows // 3), rows - 2 * (rows // 3)]
 
 
-def stream(case: Case, backward: bool = True) -> Results:
+def stream(case: Case, backward: bool = True, layout: rs.LayoutName = "contiguous") -> Results:
     """Forward, and backward from its results. Neither has an option for the lse: both write or read it."""
     q, k, v, *sinks = case.tensors()
     if case.gradient_of == "sinks":
         sinks[0].requires_grad_()
-    call: dict[str, Any] = dict(causal=case.causal, lengths=case.lengths, shards=3, **case.options(sinks))
+    call: dict[str, Any] = dict(
+        causal=case.causal, lengths=case.lengths, shards=3, layout=layout, **case.options(sinks)
+    )
     call |= {} if case.order is None else {"order": case.order}
     found = {"out": torch.empty_like(q), "lse": torch.empty(1, HEADS, case.rows, dtype=accumulation_dtype(case.dtype))}
     source = {"q": q, "k": k, "v": v}
@@ -286,12 +288,17 @@ LINES = {
     "fp16": Line((dict(dtype=torch.float16), dict(dtype=torch.float16, **TOGETHER))),
     "ring, contiguous": Line((PLAIN, TOGETHER), (over_ring("contiguous"),)),
     "ring, zigzag": Line((PLAIN, TOGETHER), (over_ring("zigzag"),)),
+    "ring, balanced": Line(
+        (PACKED, TOGETHER), tuple(over_ring("balanced", routing) for routing in ("relay", *ROUTINGS))
+    ),
     "ring, other routings": Line((TOGETHER,), tuple(starmap(over_ring, product(("contiguous", "zigzag"), ROUTINGS)))),
     "torch.compile": Line((TOGETHER,), (partial(attend, compiled=True),)),
     "torch.compile, ring": Line((TOGETHER,), (over_ring("contiguous", compiled=True),)),
     "decoding": Line((PLAIN, TOGETHER), (decode, partial(decode, prefill=True)), causality=(True,)),
     "streaming, forward": Line((dict(lse=False), dict(lse=False, **TOGETHER)), (partial(stream, backward=False),)),
-    "streaming, backward": Line((dict(lse=False), dict(lse=False, **TOGETHER)), (stream,)),
+    "streaming, backward": Line(
+        (dict(lse=False), dict(lse=False, **TOGETHER)), (stream, partial(stream, layout="balanced"))
+    ),
     "folded order": Line((dict(order=FOLDED),)),
     "grid order": Line((dict(order=GRID),)),
 }

@@ -48,14 +48,14 @@ ALLOWED: dict[str, set[str]] = {
         ),
         "views",
     },
-    "streaming": {"engine", "geometry", "kernels", "planning", "ring", "ringspan", "runtime", "schedule", "softmax"}
-    | {"validation", "views"},
+    "streaming": {"engine", "geometry", "kernels", "layout", "planning", "ring", "ringspan", "runtime", "schedule"}
+    | {"softmax", "validation", "views"},
     "nn": {"geometry", "api", "order", "ring", "validation"},
     "oracle": {"geometry", "order"},
     "draw": {"geometry", "layout", "oracle", "order", "planning"},
-    "integrations": {"models", "nn", "ringspan", "runtime", "validation"},
+    "integrations": {"layout", "models", "nn", "ringspan", "runtime", "validation"},
     "models": {"geometry", "nn", "ringspan", "runtime", "validation"},
-    "train": {"geometry", "layout", "models", "planning", "ringspan", "runtime", "schedule"},
+    "train": {"balance", "geometry", "layout", "models", "nn", "planning", "ringspan", "runtime", "schedule"},
     "__main__": {"cli"},
 }
 TAKE_DTYPES = {SOURCE / "planning/api.py", SOURCE / "planning/best.py"}  # `rs.plan` and `rs.best_plan`

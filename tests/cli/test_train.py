@@ -91,6 +91,7 @@ def test_train_windows_sinks_and_a_soft_cap_on_two_ranks(tmp_path: Path) -> None
         (("--pattern", "window 8", "--pattern", "64x0"), r"dilation_rates\[0\]=0"),
         (("--softcap", "-1"), "softcap=-1.0: must not be negative"),
         (("--segment-lengths", "64"), "No such option.*--segment-lengths"),
+        (("--layout", "balanced"), "layout='balanced': .* add --documents"),
     ],
 )
 def test_invalid_model_settings_are_errors(flags: tuple[str, ...], words: str) -> None:
@@ -210,9 +211,10 @@ def test_a_dry_run_prints_estimates_and_trains_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_dry_run_as_text() -> None:
+def test_a_dry_run_as_text_of_packed_documents() -> None:
     patterns = ("--pattern", "window 63 + 1k x4", "--pattern", "full", "--layers", "5")
-    done = ringspan("train", "--dry-run", *patterns, "--tokens", "512", "--steps", "10", "--ranks", "2")
+    documents = ("--documents", "--layout", "balanced")
+    done = ringspan("train", "--dry-run", *patterns, *documents, "--tokens", "512", "--steps", "10", "--ranks", "2")
     assert done.returncode == 0, done.stderr
     said = " ".join(done.stdout.split())
     assert "Model: 299,712 parameters; 5 layers of width 64" in said

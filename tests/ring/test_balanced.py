@@ -1,17 +1,21 @@
 """The balanced layout on real ranks: exact results, counted bytes, losses, decoding, and equal errors everywhere."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import ringspan as rs
 from ringspan.models import Decoder, LongNet, LongNetConfig
 from ringspan.oracle import dense_attention
-from tests.exactness import inputs, loss_weights, weighted_loss
+from tests.exactness import assert_ring_equals_oracle, inputs, random_sinks
 from tests.ranks import on_ranks
 
 PATTERNS = [
@@ -29,38 +33,100 @@ def close(x: Tensor, y: Tensor) -> None:
     torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
 
 
-def cases(count: int) -> Iterator[tuple[rs.Pattern, bool, tuple[int, ...]]]:
-    """Random patterns and documents; all ranks draw the same."""
-    for _ in range(count):
-        lengths = tuple(random.choice([0, 1, 3, 7, 20, 45]) for _ in range(random.randint(1, 7)))
-        yield random.choice(PATTERNS), random.random() < 0.6, (*lengths, random.randint(1, 60))
+def _packed() -> tuple[int, ...]:
+    """Lengths of documents; all ranks draw the same."""
+    few = [random.choice([0, 1, 3, 7, 20, 45]) for _ in range(random.randint(1, 7))]
+    most_empty = [random.choice([0, 1]) for _ in range(random.randint(0, 6))]
+    one_long = random.sample([150, *[1] * 12, *[2] * 6, 0], 20)
+    return (*random.choice([few, few, most_empty, one_long, [random.randint(40, 80)]]), random.randint(1, 60))
+
+
+def _layout(pattern: rs.Pattern, causal: bool) -> rs.LayoutName | rs.Balanced:
+    others = (rs.Balanced(pattern, causal, slack) for slack in (0.01, 0.2, 1))
+    return random.choice(["balanced", *others, rs.Balanced(rs.Window(2), not causal)])  # type: ignore[return-value]
+
+
+def check_attention(group: DeviceMesh | None = None) -> None:
+    pattern, causal, lengths = random.choice(PATTERNS), random.random() < 0.6, _packed()
+    n, batch, (kv_heads, per_kv_head) = sum(lengths), random.randint(1, 2), random.choice([(2, 2), (1, 4), (4, 1)])
+    shape = random.choice([None, (4,), (batch, n, 4)])
+    options = dict(pattern=pattern, causal=causal, lengths=lengths, softcap=random.choice([None, None, 3.0]))
+    options |= {} if shape is None else {"sinks": random_sinks(shape)}
+    routing: rs.Routing = random.choice(["relay", "direct", rs.ByNode(2)])
+    ring = rs.Ring(group, layout=_layout(pattern, causal), routing=routing)
+    tensors = inputs(batch, n, kv_heads, per_kv_head, 4)
+    seq_len, optimize = random.choice([None, n]), random.choice(["auto", "none", rs.TileCosts(0, 0, 0)])
+    assert_ring_equals_oracle(ring, tensors, options, seq_len, optimize)  # type: ignore[arg-type]
 
 
 @on_ranks(2, 3, 4)
 def test_attention_equals_the_oracle() -> None:
-    for pattern, causal, lengths in cases(12):
-        layout = random.choice(["balanced", rs.Balanced(pattern, causal, 0.2)])
-        ring = rs.Ring(layout=layout, routing=random.choice(["relay", "direct", rs.ByNode(2)]))  # type: ignore[arg-type]
-        tensors, n = inputs(1, sum(lengths), 2, 2, 4), sum(lengths)
-        options = dict(pattern=pattern, causal=causal, lengths=lengths)
-        right, right_lse = dense_attention(*tensors, **options)  # type: ignore[arg-type]
-        weights = loss_weights(right, right_lse)
-        wanted = torch.autograd.grad(weighted_loss(right, right_lse, weights), tensors)
+    for _ in range(16):
+        check_attention()
+
+
+@on_ranks(4)
+def test_head_ranks_equal_the_oracle() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "heads"))
+    for _ in range(8):
+        check_attention(mesh)
+
+
+@on_ranks(2, 3)
+def test_folded_orders_and_weights_of_a_few_queries() -> None:
+    """An order that moves no rows fits any cut; one that moves rows fits documents that stay whole."""
+    order, whole = rs.Hilbert.folded(16), rs.Dilated((32, 64), (1, 1))
+    for pattern, lengths in ((whole, _packed()), (rs.Dilated((8, 32), (1, 2)), (16,) * 12)):
+        ring, n, causal = rs.Ring(layout="balanced"), sum(lengths), random.random() < 0.5
+        options = dict(pattern=pattern, causal=causal, order=order, lengths=lengths)
+        q, k, v = (x.detach() for x in inputs(1, n, 2, 1, 4))
+        mine = [ring.split_sequence(x, lengths=lengths) for x in (q, k, v)]
+        out = rs.attention(*mine, ring=ring, **options)  # type: ignore[call-overload]
+        wanted, _ = dense_attention(q, k, v, **options)  # type: ignore[arg-type]
+        close(out, ring.split_sequence(wanted, lengths=lengths))
+        rows = random.sample(range(n), min(n, 5))
+        chosen = ring.rows_at(mine[0], rows, lengths=lengths)
+        found = rs.attention_weights(chosen, mine[1], rows=rows, ring=ring, **options)  # type: ignore[arg-type]
+        found = ring.gather_sequence(found, dim=3, lengths=lengths)
+        close(found, rs.attention_weights(q[:, rows], k, rows=rows, **options))  # type: ignore[arg-type]
+
+
+@on_ranks(2, 3)
+def test_layers() -> None:
+    ring, lengths = rs.Ring(layout="balanced"), (50, 9, 0, 1, 17, 12, 4)
+    layer = rs.nn.MultiheadAttention(16, 4, pattern=rs.Window(7), sinks=True, kv_heads=2, ring=ring).double()
+    x = torch.randn(2, 93, 16, dtype=torch.float64)
+    mine = ring.split_sequence(x, lengths=lengths)
+    found, _ = layer(mine, mine, mine, is_causal=True, lengths=lengths)
+    layer.attention.ring = None
+    close(found, ring.split_sequence(layer(x, x, x, is_causal=True, lengths=lengths)[0], lengths=lengths))
+    key, positions = rs.nn.DropoutKey(3), torch.arange(93)
+    dropped = rs.nn.row_dropout(mine, 0.5, key=key, positions=ring.positions(93, lengths=lengths))
+    close(dropped, ring.split_sequence(rs.nn.row_dropout(x, 0.5, key=key, positions=positions), lengths=lengths))
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_attention_compiles_with_lengths_as_a_tensor() -> None:
+    ring = rs.Ring(layout="balanced")
+    torch.compiler.reset()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, seq_len: int | None) -> Tensor:
+        return rs.attention(q, k, v, pattern=rs.Window(9), lengths=lengths, ring=ring, seq_len=seq_len)
+
+    tensors = inputs(1, 96, 2, 1, 4)
+    for documents in ([40, 30, 26], [26, 40, 30], [90, 3, 3]):
+        lengths = torch.tensor(documents)
         mine = [ring.split_sequence(x.detach(), lengths=lengths).requires_grad_() for x in tensors]
-        ring.reset_counters()
-        seq_len = random.choice([None, n])
-        out, lse = rs.attention(*mine, return_lse=True, ring=ring, seq_len=seq_len, **options)  # type: ignore[call-overload]
-        sizes: dict[str, object] = dict(
-            heads=tensors[0].shape[2], kv_heads=tensors[1].shape[2], head_dim=4, dtype=torch.float64
-        )
-        sizes |= dict(ring_size=ring.size, layout=ring.layout, routing=ring.routing)
-        plan = rs.plan(pattern, n, causal=causal, lengths=lengths, **sizes)  # type: ignore[arg-type]
-        assert ring.counters.bytes_sent == plan.bytes_sent(ring.rank)
-        close(out, ring.split_sequence(right, lengths=lengths))
-        close(lse, ring.split_sequence(right_lse, dim=2, lengths=torch.tensor(lengths)))
-        local = (ring.split_sequence(weights[0], lengths=lengths), ring.split_sequence(weights[1], 2, lengths))
-        for x, grad in zip(torch.autograd.grad(weighted_loss(out, lse, local), mine), wanted, strict=True):
-            close(x, ring.split_sequence(grad, lengths=lengths))
+        for seq_len in (None, 96):
+            found = attend(*mine, lengths, seq_len)
+            wanted = rs.attention(*tensors, pattern=rs.Window(9), lengths=lengths)
+            close(found, ring.split_sequence(wanted, lengths=lengths))
+            grads = torch.autograd.grad((found * found.detach()).sum(), mine)
+            right = torch.autograd.grad((wanted * wanted.detach()).sum(), tensors)
+            for x, y in zip(grads, right, strict=True):
+                close(x, ring.split_sequence(y, lengths=lengths))
 
 
 @on_ranks(2, 3, 4)
@@ -70,7 +136,7 @@ def test_split_gather_positions_and_rows() -> None:
     mine = ring.split_sequence(x, lengths=lengths).requires_grad_()
     assert torch.equal(mine, x[:, ring.positions(73, lengths=lengths)])
     for seq_len in (None, 73):
-        whole = ring.gather_sequence(mine, lengths=lengths, seq_len=seq_len)
+        whole = ring.gather_sequence(mine, lengths=torch.tensor(lengths), seq_len=seq_len)
         assert torch.equal(whole, x)
         (grad,) = torch.autograd.grad((whole * x).sum() / ring.size, mine)
         close(grad, mine)
@@ -83,7 +149,7 @@ def test_split_gather_positions_and_rows() -> None:
 def test_disagreements_raise_on_every_rank() -> None:
     ring, lengths = rs.Ring(layout="balanced"), (30, 10, 8)
     q, k, v = (ring.split_sequence(x.detach(), lengths=lengths) for x in inputs(1, 48, 1, 1, 4))
-    own = lengths if ring.rank else (10, 30, 8)
+    own, query = lengths if ring.rank else (10, 30, 8), torch.ones(1, 1, 1, 4, dtype=torch.float64)
     for call in (
         lambda: rs.attention(q, k, v, pattern=rs.Full(), ring=ring, lengths=own),
         lambda: ring.gather_sequence(q, lengths=own),
@@ -92,6 +158,17 @@ def test_disagreements_raise_on_every_rank() -> None:
     ):
         with pytest.raises(rs.RingError, match="ranks disagree on lengths"):
             call()
+    full: dict[str, Any] = dict(pattern=rs.Full(), ring=ring)
+    without_lengths: tuple[Callable[..., Any], ...] = (
+        partial(rs.attention, q, k, v, **full),
+        partial(rs.attention_weights, query, k, rows=[0], **full),
+        partial(ring.gather_sequence, q),
+        partial(ring.gather_sequence, q, lengths=()),
+        partial(ring.rows_at, q, [3]),
+    )
+    for refused, seq_len in product(without_lengths, (None, 48)):  # also where zigzag gives each rank as many rows
+        with pytest.raises(rs.RingError, match="pass their lengths= in every call"):
+            refused(seq_len=seq_len)
     with pytest.raises(rs.RingError, match="pass the same lengths to it and to this call"):
         rs.attention(q[:, 1:], k[:, 1:], v[:, 1:], pattern=rs.Full(), ring=ring, lengths=lengths, seq_len=48)
     with pytest.raises(ValueError, match="lengths add up to 40, but the sequence has 48 rows"):
@@ -113,13 +190,14 @@ def test_models_losses_and_decoding() -> None:
     share = model.loss(mine, aims, ring=ring, seq_len=93, lengths=lengths)
     dist.all_reduce(share)
     close(share, model.loss(tokens, targets, lengths=lengths))
-    prompts = list(tokens[0].split(lengths))
-    for sharded in (False, True):
-        alone = Decoder(model, batch=len(lengths))
-        over_ring = Decoder(model, batch=len(lengths), ring=ring, sharded=sharded)
-        close(over_ring.read(prompts), alone.read(prompts))
-        step = torch.arange(len(lengths))
-        close(over_ring.step(step), alone.step(step))
+    texts = list(tokens[0].split(lengths))
+    for prompts in (texts, texts[:1], [*tokens.view(3, 31)]):  # of different lengths, one, and of one length
+        for sharded in (False, True):
+            alone = Decoder(model, batch=len(prompts))
+            over_ring = Decoder(model, batch=len(prompts), ring=ring, sharded=sharded)
+            close(over_ring.read(prompts), alone.read(prompts))
+            step = torch.arange(len(prompts))
+            close(over_ring.step(step), alone.step(step))
 
 
 @on_ranks(2)

@@ -72,6 +72,7 @@ def test_training_steps_equal_those_of_one_device() -> None:
     _compare("contiguous", pool=True, recompute=True, lengths=None)
     _compare("contiguous", pool=False, recompute=True, lengths=LENGTHS)
     _compare("zigzag", pool=True, recompute=False, lengths=LENGTHS)
+    _compare("balanced", pool=True, recompute=True, lengths=LENGTHS)
 
 
 @on_ranks(2, 4)
@@ -96,7 +97,7 @@ def _everywhere(value: int) -> list[int]:
 
 @on_ranks(2, 4)
 def test_ranks_can_read_their_own_tiles() -> None:
-    for layout in ("contiguous", "zigzag"):
+    for layout in ("contiguous", "zigzag", "balanced"):
         ring = rs.Ring(layout=layout)  # type: ignore[arg-type]
         encoder = small_encoder().eval()
         x, coords = slides(*LENGTHS)
@@ -127,6 +128,10 @@ def test_errors_on_one_rank_are_raised_on_all() -> None:
         encoder(x[:, 1:], coords[:, 1:], ring=ring, seq_len=60)
     with pytest.raises(ValueError, match="pass what pack_slides returns"):
         encoder(x, coords, ring=ring, key_padding_mask=torch.zeros(x.shape[:2], dtype=torch.bool))
+    balanced = rs.Ring(layout="balanced")
+    for seq_len in (None, 60):
+        with pytest.raises(rs.RingError, match="balances packed slides: pass lengths="):
+            encoder(x, coords, ring=balanced, seq_len=seq_len)
     twice = torch.cat([inputs[1], inputs[1]], 1)
     with pytest.raises(ValueError, match="same tile twice"):  # also of tiles that other ranks hold
         encoder.shard(torch.cat([inputs[0], inputs[0]], 1), twice, ring)
@@ -135,7 +140,7 @@ def test_errors_on_one_rank_are_raised_on_all() -> None:
 @on_ranks(2, 3, 4)
 def test_attention_weights_are_those_of_one_device() -> None:
     encoder, layouts = small_encoder().eval(), ("contiguous", "zigzag")
-    for layout, lengths in product(layouts, (None, LENGTHS)):
+    for layout, lengths in (*product(layouts, (None, LENGTHS)), ("balanced", LENGTHS)):
         ring, inputs = rs.Ring(layout=layout), slides(*LENGTHS) if lengths else slides(60)
         wanted = encoder.attention_weights(*inputs, lengths=lengths)
         mine = encoder.tile_rows(inputs[0].shape[1], ring, lengths=lengths)

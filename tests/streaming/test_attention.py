@@ -11,9 +11,11 @@ from torch import Tensor
 
 import ringspan as rs
 from ringspan.oracle import dense_attention
-from ringspan.streaming import CallableSource, CallbackSink, RowShape, TensorRows
+from ringspan.streaming import CallableSource, CallbackSink, ChecksumSink, QueryPosition, RowShape, TensorRows
 from tests.exactness import inputs
 from tests.strategies import examples, held_heads, lengths, patterns, scales
+
+RESULTS = ("out", "lse", "dq", "dk", "dv")
 
 
 def streamed(q: Tensor, k: Tensor, v: Tensor, pattern: rs.Pattern, **options: object) -> tuple[Tensor, Tensor]:
@@ -22,6 +24,10 @@ def streamed(q: Tensor, k: Tensor, v: Tensor, pattern: rs.Pattern, **options: ob
     source = TensorRows({"q": q.detach(), "k": k.detach(), "v": v.detach()})
     rs.stream_attention(source, TensorRows({"out": out, "lse": lse}), n, pattern, **options)  # type: ignore[arg-type]
     return out, lse
+
+
+def layouts(pattern: rs.Pattern, causal: bool) -> st.SearchStrategy[str | rs.Balanced]:
+    return st.sampled_from(["contiguous", "contiguous", "zigzag", "balanced", rs.Balanced(pattern, causal, 0.3)])
 
 
 @examples(60)
@@ -33,7 +39,8 @@ def test_forward_equals_the_oracle(data: st.DataObject) -> None:
     causal, shards = data.draw(st.booleans()), data.draw(st.integers(1, min(6, sum(sizes))))
     q, k, v = inputs(data.draw(st.integers(1, 2)), sum(sizes), kv_heads, group, 4)
     options = dict(causal=causal, lengths=sizes, scale=data.draw(scales()))
-    found = streamed(q, k, v, pattern, shards=shards, **options)
+    layout = data.draw(layouts(pattern, causal))
+    found = streamed(q, k, v, pattern, shards=shards, layout=layout, **options)
     wanted = dense_attention(q, k, v, pattern=pattern, **options)  # type: ignore[arg-type]
     for x, y in zip(found, wanted, strict=True):
         torch.testing.assert_close(x, y.detach(), rtol=0, atol=1e-12)
@@ -56,6 +63,7 @@ def test_backward_equals_the_oracle(tmp_path_factory: pytest.TempPathFactory, da
     found = {name: torch.empty_like(x) for name, x in (("dq", q), ("dk", k), ("dv", v))}
     folder = tmp_path_factory.mktemp("backward")
     options = dict(causal=causal, lengths=sizes, shards=shards, folder=folder, scale=scale)
+    options |= dict(layout=data.draw(layouts(pattern, causal)))
     rs.stream_backward(source, TensorRows({name: x.detach() for name, x in found.items()}), n, pattern, **options)  # type: ignore[arg-type]
     for x, y in zip(found.values(), wanted, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
@@ -80,6 +88,68 @@ def test_bit_for_bit_the_simulated_ring(tmp_path: Path, causal: bool, dtype: tor
     rs.stream_backward(source, TensorRows(results), n, pattern, causal=causal, shards=5, folder=tmp_path)
     for x, y in zip(results.values(), wanted, strict=True):
         assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize(("layout", "causal"), [("zigzag", False), ("balanced", True)])
+def test_interrupted_runs_of_shards_of_equal_work(tmp_path: Path, layout: Any, causal: bool) -> None:
+    """Forward and backward stop after each shard and resume; the layout is part of a run's identity."""
+    lengths = (70, 1, 0, 200, 9, 30, 90)
+    q, k, v = inputs(1, sum(lengths), 2, 2, 8)
+    wanted = [*dense_attention(q, k, v, pattern=rs.Window(40), causal=causal, lengths=lengths)]
+    wanted += torch.autograd.grad((wanted[0] * q.detach()).sum(), (q, k, v))
+    held = {name: x.detach() for name, x in {"q": q, "k": k, "v": v, "grad_out": q}.items()}
+    found = {name: torch.full_like(x.detach(), torch.nan) for name, x in zip(RESULTS, wanted, strict=True)}
+    options: dict[str, Any] = dict(causal=causal, lengths=lengths, shards=4)
+
+    class Stop(Exception):  # noqa: N818
+        pass
+
+    def stop(done: rs.streaming.ShardDone) -> None:
+        raise Stop
+
+    def run(call: Any, sink: Any = None, **more: Any) -> Any:
+        source = TensorRows({**held, "out": found["out"], "lse": found["lse"]})
+        sink = TensorRows(found) if sink is None else sink
+        return call(source, sink, sum(lengths), rs.Window(40), **{"layout": layout, **options, **more})
+
+    first, second = dict(progress=tmp_path / "progress.jsonl"), dict(folder=tmp_path / "backward")
+    for call, where, steps in ((rs.stream_attention, first, 4), (rs.stream_backward, second, 8)):
+        for _ in range(steps):
+            with pytest.raises(Stop):
+                run(call, on_shard=stop, **where)
+        assert run(call, **where).resumed == steps
+        with pytest.raises(ValueError, match=r"a run with layout='.*', but this one has 'balanced \(window 3"):
+            run(call, layout=rs.Balanced(rs.Window(3)), **where)
+    for name, x in zip(RESULTS, wanted, strict=True):
+        torch.testing.assert_close(found[name], x.detach(), rtol=0, atol=1e-12)
+    whole, resumed = (ChecksumSink([QueryPosition(3, 1), QueryPosition(399, 0)]) for _ in range(2))
+    run(rs.stream_attention, whole)
+    more = dict(progress=tmp_path / "checksums.jsonl")
+    for _ in range(2):
+        with pytest.raises(Stop):
+            run(rs.stream_attention, ChecksumSink([QueryPosition(3, 1), QueryPosition(399, 0)]), on_shard=stop, **more)
+    run(rs.stream_attention, resumed, **more)
+    assert resumed.checksum == whole.checksum
+    assert torch.equal(resumed.read("out", range(399, 400), range(1)), whole.read("out", range(399, 400), range(1)))
+    found["out"][0, 399] += 1
+    with pytest.raises(ValueError, match="the progress file marks rows"):
+        run(rs.stream_attention, **first)
+
+
+def test_balanced_shards_have_equal_work() -> None:
+    lengths = (3000, *[100] * 30, 500)
+    q, k, v = torch.randn(3, 1, sum(lengths), 2, 16).unbind()
+    source, rows = TensorRows({"q": q, "k": k, "v": v}), list[int]()
+    options: dict[str, Any] = dict(causal=True, lengths=lengths, layout="balanced")
+    rs.stream_attention(
+        source, TensorRows({}), len(q[0]), rs.Full(), shards=4, on_shard=lambda done: rows.append(done.rows), **options
+    )
+    assert sum(rows) == sum(lengths)
+    assert max(rows) <= 1.05 * sum(lengths) / 4 + 1
+    plan = rs.plan(rs.Full(), sum(lengths), ring_size=4, **options)
+    assert plan.imbalance < 1.05
+    with pytest.raises(ValueError, match="layout='even': must be 'contiguous' or 'zigzag' or 'balanced'"):
+        rs.stream_attention(source, TensorRows({}), len(q[0]), rs.Full(), layout="even")  # type: ignore[arg-type]
 
 
 def test_callable_source_and_callback_sink() -> None:

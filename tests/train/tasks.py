@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import ringspan as rs
 from ringspan.models import LongNet, LongNetConfig
 from ringspan.nn.cross_entropy import Gradients
 from ringspan.train.config import TrainSettings
+from ringspan.train.data import Corpus
 from ringspan.train.trainer import Trainer
 from tests.ranks import job_on_ranks
 
@@ -25,6 +27,17 @@ Curve = tuple[list[float], dict[str, bytes]]  # losses, and the weights at the e
 def settings_for(folder: Path, **changes: Any) -> TrainSettings:
     base = TrainSettings(model=CONFIG, data=(str(Path(torch.__file__).parent / "nn"),), tokens=256, steps=4, warmup=2)
     return dataclasses.replace(base, **{"out": str(folder), "save_every": 100, "dtype": "float64", **changes})
+
+
+def packed_settings(folder: Path, out: str, **changes: Any) -> TrainSettings:
+    """Settings for short files, each a document: some of one byte, and one longer than a sequence."""
+    texts = folder / "texts"
+    if dist.get_rank() == 0 and not texts.exists():
+        texts.mkdir()
+        for i, size in enumerate((30, 1, 90, 7, 400, 1, 1, 55, 120, 13) * 3):
+            (texts / f"{i:02}.txt").write_bytes(bytes(97 + (i * j + j * j) % 26 for j in range(size)))
+    dist.barrier()
+    return settings_for(folder / out, **{"data": (str(texts),), "documents": True, **changes})
 
 
 @job_on_ranks(1, 2, 3, 4)
@@ -70,6 +83,51 @@ def resumed_on_three_ranks(folder: Path) -> Curve:
     """The same on three ranks: the last one has no share of the two sinks of a layer."""
     settings, resume = settings_for(folder / "for-three-ranks"), dist.get_world_size() == 3
     return train(settings, resume=True) if resume else train(settings, stop_at=STOP)
+
+
+@job_on_ranks(1, 2, 3)
+def documents(folder: Path) -> Curve:
+    world = dist.get_world_size()
+    return train(packed_settings(folder, f"documents{world}", layout="zigzag" if world == 1 else "balanced"))
+
+
+@job_on_ranks(1)
+def documents_in_a_batch(folder: Path) -> Curve:
+    return train(packed_settings(folder, "documents_in_a_batch", batch=2))
+
+
+@job_on_ranks(2)
+def documents_in_a_zigzag_batch(folder: Path) -> Curve:
+    return train(packed_settings(folder, "documents_in_a_zigzag_batch", batch=2))
+
+
+@job_on_ranks(4)
+def documents_on_a_mesh(folder: Path) -> Curve:
+    return train(packed_settings(folder, "documents_on_a_mesh", ring=2, layout="balanced"))
+
+
+@job_on_ranks(2, 3)
+def documents_resumed(folder: Path) -> Curve:
+    """Two ranks train until ``STOP``; three ranks, started later, continue."""
+    settings, resume = packed_settings(folder, "documents_resumed", layout="balanced"), dist.get_world_size() == 3
+    return train(settings, resume=True) if resume else train(settings, stop_at=STOP)
+
+
+@job_on_ranks(1)
+def documents_alone(folder: Path) -> tuple[float, float]:
+    """The first loss of a run, and the same from each document alone."""
+    settings = packed_settings(folder, "documents_alone", steps=1, save_every=1)
+    torch.manual_seed(settings.seed)
+    model, total, count = LongNet(CONFIG).double(), torch.zeros((), dtype=torch.float64), 0
+    corpus = Corpus.of(settings.data).split(settings.held_out)[0]
+    start, text = corpus.start_of(settings.seed, 0, settings.tokens), corpus.read(0, len(corpus)).long()
+    for first, stop in pairwise([0, *accumulate(file.bytes for file in corpus.selection.files)]):
+        some = text[None, max(first, start) : min(stop, start + settings.tokens + 1)]
+        targets = some.shape[1] - 1
+        if targets > 0:
+            total += targets * model.loss(some[:, :-1], some[:, 1:]).detach()
+            count += targets
+    return train(settings)[0][0], (total / count).item()
 
 
 @job_on_ranks(2)

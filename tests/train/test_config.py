@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import ringspan as rs
 from ringspan.models import LongNet, LongNetConfig
 from ringspan.tools.measure import count_flops
 from ringspan.train.config import PRESETS, TrainSettings, choices_of
@@ -54,12 +55,25 @@ def test_changes_apply_to_the_model_or_the_run() -> None:
         (dict(timeout=2e6), "timeout=2000000.0"),
         (dict(metrics_port=65536), "metrics_port=65536"),
         (dict(metrics_port=-1), "metrics_port=-1"),
+        (dict(layout="balanced"), "layout='balanced': .* add --documents"),
+        (dict(measure_communication=True, documents=True), "measure_communication=True: .* differ from step to step"),
         (dict(model=LongNetConfig.named("nano", causal=False)), "causal"),
     ],
 )
 def test_bad_settings_are_refused(changes: dict[str, object], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         dataclasses.replace(SMALL, **changes)  # type: ignore[arg-type]
+
+
+def test_balanced_is_by_the_work_of_the_pattern_with_the_most() -> None:
+    patterns = ("window 63", "full", "window 63", "window 15")
+    settings = SMALL.changed({"patterns": patterns, "layers": 8, "documents": True, "layout": "balanced"})
+    assert settings.ring_layout() == rs.Balanced(rs.Full())
+    assert settings.changed({"patterns": ("window 63", "window 15")}).ring_layout() == rs.Balanced(rs.Window(63))
+    assert (
+        estimate_memory(settings, 2).activations
+        > estimate_memory(settings.changed({"layout": "zigzag"}), 2).activations
+    )
 
 
 def test_an_error_in_a_settings_file_names_the_file(tmp_path: Path) -> None:
@@ -75,7 +89,7 @@ def test_an_error_in_a_settings_file_names_the_file(tmp_path: Path) -> None:
 
 
 def test_choices_come_from_the_types() -> None:
-    assert choices_of(TrainSettings, "layout") == ("zigzag", "contiguous")
+    assert choices_of(TrainSettings, "layout") == ("contiguous", "zigzag", "balanced")
     assert choices_of(TrainSettings, "tokens") == ()
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.ranks import ring_sizes, run_jobs, shares_processes
 from tests.train import tasks
@@ -71,3 +72,31 @@ def test_a_run_resumes_on_another_ring_size(found: Found) -> None:
 
 def test_bfloat16_follows_the_float64_curve(found: Found) -> None:
     assert found[2][0]["bfloat16"][0] == pytest.approx(found[2][0]["curve"][0], abs=0.03)
+
+
+def test_packed_documents_do_not_depend_on_ring_layout_or_mesh(found: Found) -> None:
+    alone, in_a_batch = found[1][0]["documents"], found[1][0]["documents_in_a_batch"]
+    assert alone[0] != pytest.approx(in_a_batch[0], abs=1e-3)
+    for rank in (*found[2], *found[3]):
+        assert_same_run(rank["documents"], alone)
+    for rank in found[2]:
+        assert_same_run(rank["documents_in_a_zigzag_batch"], in_a_batch)
+    for rank in found[4]:
+        assert_same_run(rank["documents_on_a_mesh"], in_a_batch)
+    for rank in found[3]:
+        losses, weights = rank["documents_resumed"]
+        assert_same_run((found[2][0]["documents_resumed"][0] + losses, weights), alone)
+
+
+def test_the_loss_of_packed_documents_is_that_of_each_alone(found: Found) -> None:
+    packed, alone = found[1][0]["documents_alone"]
+    assert packed == pytest.approx(alone, abs=1e-12)
+
+
+def assert_same_run(found: tasks.Curve, wanted: tasks.Curve) -> None:
+    """Losses of all steps, and weights at the end."""
+    assert found[0] == pytest.approx(wanted[0], abs=1e-9)
+    assert found[1].keys() == wanted[1].keys()
+    for name, values in wanted[1].items():
+        x, y = (torch.frombuffer(bytearray(each), dtype=torch.float64) for each in (found[1][name], values))
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-9)

@@ -24,6 +24,7 @@ from ringspan.integrations.gigapath_weights import used_weights
 from ringspan.integrations.tile_grid import TileGrid, check_finite, position_embedding
 from ringspan.integrations.torchscale import TorchscaleEncoder, load_weights_of_one_dtype, row_places
 from ringspan.integrations.torchscale_config import Padding, TorchscaleConfig
+from ringspan.layout import Layout
 from ringspan.models.longnet import AnyRing
 from ringspan.nn.dropout import DropoutKey
 from ringspan.runtime.collectives import CPU, all_gather_json
@@ -221,7 +222,7 @@ class SlideEncoder(nn.Module):
 
         def of_cls(values: Tensor) -> Tensor:
             if isinstance(ring, rs.Ring):
-                return ring.rows_at(values, cls_rows, seq_len=rows.options["seq_len"])
+                return ring.rows_at(values, cls_rows, seq_len=rows.options["seq_len"], lengths=packed)
             return values[:, cls_rows]
 
         if options["sinks"] is not None:
@@ -259,8 +260,9 @@ class SlideEncoder(nn.Module):
 
         The ring splits sequences in which a CLS row precedes the tiles of each slide.
         """
-        whole, positions, slides = _row_places(1, tiles, CPU, ring, _tile_counts(lengths, cu_seqlens, tiles))
-        return (ring.positions(whole) - slides[0] - 1)[positions > 0]
+        counts = _tile_counts(lengths, cu_seqlens, tiles)
+        whole, positions, slides = _row_places(1, tiles, CPU, ring, counts)
+        return (ring.positions(whole, lengths=_rows_of_slides(counts)) - slides[0] - 1)[positions > 0]
 
     def _sequence(
         self,
@@ -287,7 +289,7 @@ class SlideEncoder(nn.Module):
         sequence = embedded.new_empty(len(x), len(positions), self.embed_dim)
         sequence[:, positions > 0] = embedded
         sequence[:, positions == 0] = self.cls_token.to(embedded.dtype)  # its position embedding is 0
-        options = dict(ring=ring, seq_len=whole, lengths=None if counts is None else [count + 1 for count in counts])
+        options = dict(ring=ring, seq_len=whole, lengths=_rows_of_slides(counts))
         per_slide = torch.tensor((tiles,) * len(x) if counts is None else counts, device=x.device)
         return sequence, _SlideRows(positions, slides, per_slide, options)
 
@@ -459,19 +461,31 @@ def _row_places(
     batch: int, tiles: int, device: torch.device, ring: AnyRing, counts: tuple[int, ...] | None
 ) -> tuple[int, Tensor, Tensor]:
     """Rows of the whole sequence, and for each row of this rank its position, (rows,), and slide, (batch, rows)."""
-    whole = tiles + (1 if counts is None else len(counts))
-    if isinstance(ring, rs.Ring) and ring.layout not in ("contiguous", "zigzag"):
-        raise rs.RingError(f"layout={ring.layout!r}: slides are split contiguously or zigzag; make such a ring")
-    rows = ring.layout_of(whole).rows_of(ring.rank) if isinstance(ring, rs.Ring) else whole
-    documents = None if counts is None else torch.tensor(counts) + 1
+    whole, lengths = tiles + (1 if counts is None else len(counts)), _rows_of_slides(counts)
+    rows = _layout_of(ring, whole, lengths).rows_of(ring.rank) if isinstance(ring, rs.Ring) else whole
+    documents = None if lengths is None else torch.tensor(lengths)
     positions, _, slides = row_places(batch, rows, device, ring, whole, documents)
     return whole, positions, slides
+
+
+def _rows_of_slides(counts: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """The rows of each packed slide: its tiles and the CLS row."""
+    return None if counts is None else tuple(count + 1 for count in counts)
+
+
+def _layout_of(ring: rs.Ring, rows: int, lengths: tuple[int, ...] | None) -> Layout:
+    if lengths is None and ring.layout not in ("contiguous", "zigzag"):
+        raise rs.RingError(
+            f"layout={ring.layout!r} balances packed slides: pass lengths=, the number of tiles of each, or make a "
+            "contiguous or zigzag ring"
+        )
+    return ring.layout_of(rows, lengths)
 
 
 def _check_held(held: dict[int, int], tiles: int, counts: tuple[int, ...] | None, ring: rs.Ring) -> None:
     """Raise unless the ranks hold the tiles that the layout gives them."""
     cls_rows = [0, *accumulate(count + 1 for count in counts or (tiles,))][:-1]
-    layout = ring.layout_of(tiles + len(cls_rows))
+    layout = _layout_of(ring, tiles + len(cls_rows), _rows_of_slides(counts))
     for rank, found in held.items():
         spans = layout.spans(rank)
         wanted = layout.rows_of(rank) - sum(

@@ -64,7 +64,10 @@ def row_places(
     entries = torch.arange(batch, device=device)[:, None]
     if lengths is None:
         return positions, torch.full_like(positions, whole), entries.expand(batch, rows)
-    _, places = positions_of(rows, device, ring, seq_len)
+    if isinstance(ring, rs.Ring):
+        places = ring.positions(whole, device, lengths, rows)
+    else:
+        places = torch.arange(rows, device=device)
     lengths = lengths.to(device)
     documents = torch.bucketize(places, lengths.cumsum(0), right=True)
     return positions, lengths[documents], entries * len(lengths) + documents

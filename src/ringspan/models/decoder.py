@@ -55,7 +55,8 @@ class Decoder:
             raise ValueError(
                 f"prompts of {counts} tokens: pass one with at least 1 token for each of {self.caches[0].batch} texts"
             )
-        if len(set(counts)) == 1:
+        is_balanced = self.ring is not None and self.ring.layout not in ("contiguous", "zigzag")  # needs lengths
+        if len(set(counts)) == 1 and not is_balanced:
             tokens, lengths = torch.stack([*prompts]), None
             ends = [(text, counts[0] - 1) for text in range(len(counts))]
         else:

@@ -84,12 +84,13 @@ class Ring:
 
     def layout_of(self, seq_len: int, lengths: Lengths | None = None) -> Layout:
         """The layout of a sequence of this length, and of its packed documents."""
-        if lengths is None and self.layout not in ("contiguous", "zigzag"):
+        packed = as_lengths(lengths)
+        if seq_len and not packed and self.layout not in ("contiguous", "zigzag"):
             raise RingError(
                 f"layout={self.layout!r} depends on the documents: pass their lengths= in every call; one document of "
                 f"{seq_len} rows is lengths=({seq_len},)"
             )
-        shards = Layout(self.layout, seq_len, self.size // self.head_ranks, as_lengths(lengths))
+        shards = Layout(self.layout, seq_len, self.size // self.head_ranks, packed)
         return with_head_ranks(shards, self.head_ranks)
 
     def split_sequence(self, x: Tensor, dim: int = 1, lengths: Lengths | None = None) -> Tensor:

@@ -14,6 +14,7 @@ from ringspan.engine import run_backward, run_forward
 from ringspan.geometry import Pattern, as_int
 from ringspan.kernels import accumulation_dtype
 from ringspan.kernels.kernel import Gradients, Needs
+from ringspan.layout import AnyLayout
 from ringspan.planning import RankPlan
 from ringspan.softmax import merge_sinks_
 from ringspan.streaming.job import (
@@ -52,6 +53,7 @@ def stream_attention(
     sinks: Tensor | None = None,
     lengths: Lengths | None = None,
     cu_seqlens: Lengths | None = None,
+    layout: AnyLayout = "contiguous",
     budget_bytes: int = 4 * 2**30,
     shards: int | None = None,
     only: Sequence[int] | None = None,
@@ -69,6 +71,9 @@ def stream_attention(
             any `Sink`.
         pattern, causal, scale, softcap, lengths, cu_seqlens, kernel: as for `ringspan.attention`.
         sinks: (heads,), as for `ringspan.attention`.
+        layout: which rows a shard holds. Contiguous shards are read and written in one piece. In the others,
+            ``"zigzag"``, ``"balanced"`` for packed documents, or `rs.Balanced`, work is balanced too: for machines that
+            share the shards.
         budget_bytes: how much memory the run may use in addition to what the process already holds.
         shards: the number of shards. Default: the fewest that fit the budget.
         only: compute only these shards. Shards depend on nothing but the source, so machines can share them.
@@ -87,7 +92,9 @@ def stream_attention(
     True
     """
     path = None if progress is None else Path(progress)
-    options = StreamOptions(causal, scale, softcap, sinks, lengths, cu_seqlens, budget_bytes, shards, device, kernel)
+    options = StreamOptions(
+        causal, scale, softcap, sinks, lengths, cu_seqlens, layout, budget_bytes, shards, device, kernel
+    )
     job = make_job(source, seq_len, pattern, options, progress=path, backward=False)
     wanted = list(job.shards) if only is None else [as_int("only", shard) for shard in only]
     for shard in wanted:
@@ -109,7 +116,7 @@ def stream_attention(
 
     def write(shard: int, results: tuple[Tensor, Tensor]) -> None:
         for name, x in zip(OUTPUTS, results, strict=True):
-            sink.write(name, job.span(shard).start, x.cpu())
+            job.write(sink, name, shard, x.cpu())
         reporter.done(str(shard), shard, sink.finish())
 
     todo = [shard for shard in wanted if str(shard) not in state.finished]
@@ -131,6 +138,7 @@ def stream_backward(
     sinks: Tensor | None = None,
     lengths: Lengths | None = None,
     cu_seqlens: Lengths | None = None,
+    layout: AnyLayout = "contiguous",
     budget_bytes: int = 4 * 2**30,
     shards: int | None = None,
     device: torch.device | str = "cpu",
@@ -147,13 +155,15 @@ def stream_backward(
     """
     folder = Path(folder)
     path = folder / "progress.jsonl"
-    options = StreamOptions(causal, scale, softcap, sinks, lengths, cu_seqlens, budget_bytes, shards, device, kernel)
+    options = StreamOptions(
+        causal, scale, softcap, sinks, lengths, cu_seqlens, layout, budget_bytes, shards, device, kernel
+    )
     job = make_job(source, seq_len, pattern, options, progress=path, backward=True)
     check_gradients(source)
     check_sink(sink, backward=True)
     state = RunProgress(path, job.settings("stream_backward", sink), job.fingerprint)
     sink.resume([record for step, record in state.finished.items() if step.startswith("gradients")])
-    passes = _passes(causal)
+    passes = _passes(single=causal and layout == "contiguous")
     reporter = ShardReporter(job, state, len(passes) * len(job.shards), on_shard)
     with ThreadPoolExecutor(1, "read parcels") as parcel_reader:
         for which in passes:
@@ -173,13 +183,13 @@ class _Pass:
     writes: bool
 
 
-def _passes(causal: bool) -> list[_Pass]:
-    """Under causality one pass from the last shard to the first suffices: a parcel is used only by later shards.
+def _passes(*, single: bool) -> list[_Pass]:
+    """Under causality one pass from the last contiguous shard to the first suffices: only later ones use its parcels.
 
     Otherwise the first pass fills the spool, and the second computes everything.
     """
     everything: Needs = (True, True, True)
-    if causal:
+    if single:
         return [_Pass("gradients", True, without_sends, everything, fills_spool=True, writes=True)]
     keys_only: Needs = (False, True, True)
     return [
@@ -219,7 +229,7 @@ def _run_pass(
         if which.writes:
             for name, x in zip(GRADIENTS, results, strict=True):
                 assert x is not None
-                sink.write(name, job.span(shard).start, x.cpu())
+                job.write(sink, name, shard, x.cpu())
         reporter.done(f"{which.name} {shard}", shard, sink.finish() if which.writes else {})
 
     order = reversed(job.shards) if which.last_shard_first else job.shards

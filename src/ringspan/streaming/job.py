@@ -1,12 +1,13 @@
 """A streaming job: its options, how many shards it has, and the progress file from which it resumes.
 
-A shard is a virtual rank of a contiguous ring. While one is computed, the rows of the next are read and the results of
-the previous one are written, so a run holds three shards at a time.
+A shard is a virtual rank of a ring, contiguous by default. While one is computed, the rows of the next are read and the
+results of the previous one are written, so a run holds three shards at a time.
 """
 
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from torch import Tensor
 from ringspan.engine import WORKSPACE_BYTES
 from ringspan.geometry import Pattern, as_int
 from ringspan.kernels import Kernel, ScoreOptions
+from ringspan.layout import AnyLayout, check_layout_name
 from ringspan.planning import Packing, Parcel, RingPlan, packing_from_sequence
 from ringspan.planning.api import plan
 from ringspan.ring.transport import Counters
@@ -34,6 +36,7 @@ from ringspan.streaming.sources import (
     Source,
     TensorRows,
     checksum,
+    empty_rows,
     read_rows,
     sampled_rows,
     seq_dim,
@@ -56,6 +59,7 @@ class StreamOptions:
     sinks: Tensor | None = None
     lengths: Lengths | None = None
     cu_seqlens: Lengths | None = None
+    layout: AnyLayout = "contiguous"
     budget_bytes: int = 4 * 2**30
     shards: int | None = None
     device: torch.device | str = "cpu"
@@ -79,21 +83,22 @@ class Job:
     def shards(self) -> range:
         return range(self.plan.layout.ring_size)
 
-    def span(self, shard: int) -> range:
-        """The rows of a shard; empty if there are more shards than rows."""
-        spans = self.plan.layout.spans(shard)
-        return range(spans[0].start, spans[0].stop) if spans else range(0)
+    def write(self, sink: Sink, name: str, shard: int, x: Tensor) -> None:
+        """Write the rows of a shard: each span by itself."""
+        for span in self.plan.layout.spans(shard):
+            sink.write(name, span.start, x.narrow(seq_dim(name), span.local, span.stop - span.start))
 
     def read(self, shard: int, known: Fingerprint) -> list[Tensor]:
         """The rows of a shard. Raises if their checksums differ from ``known``, unless that is empty."""
-        found = [self._read(name, self.span(shard)) for name in self.names]
+        found = [self._read_shard(name, shard) for name in self.names]
         if known:
-            sample = [row - self.span(shard).start for row in self._sampled(shard)]
+            sample, spans = self._sampled(shard), self.plan.layout.spans(shard)
             for name, x in zip(self.names, found, strict=True):
                 if checksum([x.select(seq_dim(name), row) for row in sample]) != known[name][shard]:
                     raise ValueError(
-                        f"rows {self.span(shard).start} to {self.span(shard).stop - 1} of {name} have changed since "
-                        "the run began: restore them and resume, or delete the progress file to start over"
+                        f"{'some of ' * (len(spans) > 1)}rows {spans[0].start} to {spans[-1].stop - 1} of {name} have "
+                        "changed since the run began: restore them and resume, or delete the progress file to start "
+                        "over"
                     )
         return [x.to(self.device) for x in found]
 
@@ -101,15 +106,35 @@ class Job:
         """Checksums of sampled rows of every shard."""
 
         def of_shard(name: str, shard: int) -> int:
-            return checksum([self._read(name, range(row, row + 1)) for row in self._sampled(shard)])
+            spans = self.plan.layout.spans(shard)
+            found: list[Tensor] = []
+            for local in self._sampled(shard):
+                span = spans[bisect_right(spans, local, key=lambda span: span.local) - 1]
+                row = span.start + local - span.local
+                found.append(self._read(name, range(row, row + 1)))
+            return checksum(found)
 
         return {name: [of_shard(name, shard) for shard in self.shards] for name in self.names}
 
     def _read(self, name: str, rows: range) -> Tensor:
         return read_rows(self.source, name, rows, range(self.source.shape.heads_of(name)))
 
+    def _read_shard(self, name: str, shard: int) -> Tensor:
+        spans = [range(span.start, span.stop) for span in self.plan.layout.spans(shard)] or [range(0)]
+        first, *others = (self._read(name, span) for span in spans)
+        if not others:
+            return first
+        dim = seq_dim(name)
+        shape = (*first.shape[:dim], self.plan.layout.rows_of(shard), *first.shape[dim + 1 :])
+        return torch.cat([first, *others], dim, out=empty_rows(shape, first.dtype))
+
     def _sampled(self, shard: int) -> list[int]:
-        return sampled_rows(self.span(shard), max(SAMPLED_ROWS_PER_SHARD, SAMPLED_ROWS // len(self.shards)))
+        """Sampled rows of a shard, as it stores them."""
+        spans = self.plan.layout.spans(shard)
+        start = spans[0].start if spans else 0  # so that shards sample different rows
+        rows = range(start, start + self.plan.layout.rows_of(shard))
+        sample = sampled_rows(rows, max(SAMPLED_ROWS_PER_SHARD, SAMPLED_ROWS // len(self.shards)))
+        return [row - start for row in sample]
 
     def packing_of(self, parcel: Parcel) -> Packing:
         plan = self.plan
@@ -125,6 +150,7 @@ class Job:
             "pattern": self.plan.pattern.text,
             "causal": self.plan.causal,
             "lengths": list(self.plan.documents.lengths),
+            "layout": str(self.plan.layout.name),
             "shards": len(self.shards),
             "rows": str(self.source.shape),
             "sink": type(sink).__name__,
@@ -158,13 +184,14 @@ def make_job(
     if shards is not None and not 1 <= as_int("shards", shards) <= seq_len:
         raise ValueError(f"shards={shards}: must be in 1 .. {seq_len}, so that each has rows")
     lengths = document_lengths(options.lengths, options.cu_seqlens, seq_len)
+    check_layout_name(options.layout)
 
     def plan_with(shards: int) -> RingPlan:
         return plan(
             pattern,
             seq_len,
             ring_size=shards,
-            layout="contiguous",
+            layout=options.layout,
             causal=options.causal,
             routing="direct",
             lengths=lengths,
@@ -228,7 +255,9 @@ def held_bytes(plan: RingPlan, workspace: int, *, backward: bool = False) -> int
     """
     sizes = plan.sizes
     last = plan.layout.ring_size - 1
-    ranks = sorted({0, last // 2, last})  # shards differ by a row, and by how many boundaries cut them
+    contiguous = plan.layout.name == "contiguous"
+    # Contiguous shards differ by a row, and by how many boundaries cut them.
+    ranks = sorted({0, last // 2, last}) if contiguous else plan.sample
     computed = max(plan.memory(rank, backward=backward).total for rank in ranks)
     query = sizes.batch * sizes.heads * sizes.head_dim * sizes.number_bytes
     keys_and_values = 2 * sizes.batch * sizes.kv_heads * sizes.head_dim * sizes.number_bytes
@@ -237,7 +266,9 @@ def held_bytes(plan: RingPlan, workspace: int, *, backward: bool = False) -> int
         row = (3 * query + keys_and_values + lse) + 2 * (query + keys_and_values)
     else:
         row = (query + keys_and_values) + 2 * (query + lse)
-    rows = -(-plan.layout.rows // plan.layout.ring_size)
+    if not contiguous:
+        row += max(query, keys_and_values // 2)  # the spans of a tensor are read, then joined
+    rows = max(map(plan.layout.rows_of, ranks))
     return computed + row * (rows if last else 0) + workspace + OVERHEAD_BYTES
 
 
@@ -352,7 +383,7 @@ class ShardReporter:
         spent, self._last = time.perf_counter() - self._last, time.perf_counter()
         self.progress.finish(step, record, spent, self._parcel_bytes.pop(shard))
         if self.on_shard is not None:
-            rows = len(self.job.span(shard))
+            rows = self.job.plan.layout.rows_of(shard)
             self.on_shard(ShardDone(shard, len(self.progress.finished), self.steps, rows, spent))
 
     def summary(self) -> StreamSummary:

@@ -21,7 +21,10 @@ class Sink(Protocol):
     """Receives results. One thread calls it, shard by shard, when a shard is complete."""
 
     def write(self, name: str, start: int, rows: Tensor) -> None:
-        """Rows from ``start`` on of ``"out"`` and ``"lse"``, or of ``"dq"``, ``"dk"`` and ``"dv"``, in host memory."""
+        """Rows from ``start`` on of ``"out"`` and ``"lse"``, or of ``"dq"``, ``"dk"`` and ``"dv"``, in host memory.
+
+        Called once for each tensor and each span of a shard; a contiguous shard has one span.
+        """
 
     def finish(self) -> dict[str, Any]:
         """The shard is complete: make everything written so far durable.
@@ -35,7 +38,7 @@ class Sink(Protocol):
 
 @dataclass(frozen=True)
 class CallbackSink:
-    """Calls ``consume(name, start, rows)`` for each tensor of a finished shard.
+    """Calls ``consume(name, start, rows)`` for each tensor and each span of a finished shard.
 
     The effect must be durable when it returns, since a resumed run continues with the next shard. If the run was killed
     at that moment, the shard is delivered again, with the same ``start`` and the same rows.
@@ -81,32 +84,37 @@ class ChecksumSink:
         self._start_shard()
 
     def _start_shard(self) -> None:
-        self._sha256, self._start, self._stop = hashlib.sha256(), -1, -1
+        self._sha256 = hashlib.sha256()
+        self._spans: dict[tuple[int, int], None] = {}  # of the shard, each once
         self._new: list[tuple[str, QueryPosition]] = []
 
     def write(self, name: str, start: int, rows: Tensor) -> None:
-        self._start = start
         self._sha256.update(rows.contiguous().view(torch.uint8).numpy().data)
-        self._stop = start + rows.shape[seq_dim(name)]
-        for position in self._positions_between(start, self._stop):
+        stop = start + rows.shape[seq_dim(name)]
+        self._spans[start, stop] = None
+        for position in self._positions_between(start, stop):
             row = position.row - start
             found = rows[:, position.head, row] if name == "lse" else rows[:, row, position.head]
             self._kept[name, position] = found.tolist()
             self._new.append((name, position))
 
     def finish(self) -> dict[str, Any]:
-        self._shards[self._start] = self._sha256.hexdigest()
         kept = [[name, position.row, position.head, self._kept[name, position]] for name, position in self._new]
-        record = {"start": self._start, "stop": self._stop, "sha256": self._shards[self._start], "kept": kept}
+        record = {"spans": [*map(list, self._spans)], "sha256": self._sha256.hexdigest(), "kept": kept}
+        self._add_shard(record)
         self._start_shard()
         return record
 
+    def _add_shard(self, record: dict[str, Any]) -> None:
+        if record["spans"]:
+            self._shards[record["spans"][0][0]] = record["sha256"]
+
     def resume(self, records: Sequence[dict[str, Any]]) -> None:
         for record in records:
-            self._shards[record["start"]] = record["sha256"]
+            self._add_shard(record)
             self._kept |= {(name, QueryPosition(row, head)): values for name, row, head, values in record["kept"]}
             kept = {QueryPosition(row, head) for _, row, head, _ in record["kept"]}
-            for position in self._positions_between(record["start"], record["stop"]):
+            for position in (x for start, stop in record["spans"] for x in self._positions_between(start, stop)):
                 if position not in kept:
                     raise ValueError(
                         f"row {position.row}, head {position.head} was not kept by the run that is resumed: "

@@ -133,7 +133,7 @@ class TensorRows:
     flush: Callable[[], None] = field(default=lambda: None)  # called after a shard is written: makes it durable
     release: Callable[[], None] = field(default=lambda: None)  # called after rows are copied: frees mapped pages
     writable: bool = True
-    _written: dict[str, tuple[int, int]] = field(default_factory=dict, init=False)  # rows of this shard, by name
+    _written: list[tuple[str, int, int]] = field(default_factory=list, init=False)  # name and rows, of this shard
 
     def __post_init__(self) -> None:
         for name, x in self.tensors.items():
@@ -203,17 +203,17 @@ class TensorRows:
                     f"of shape {tuple(rows.shape)}; create the tensor as given by RowShape.results"
                 )
             held.copy_(rows)
-        self._written[name] = (start, start + rows.shape[dim])
+        self._written.append((name, start, start + rows.shape[dim]))
 
     def finish(self) -> dict[str, Any]:
-        written, self._written = self._written, {}
-        sums = {name: [start, stop, self._checksum(name, start, stop)] for name, (start, stop) in written.items()}
+        written, self._written = self._written, []
+        sums = [[name, start, stop, self._checksum(name, start, stop)] for name, start, stop in written]
         self.flush()
         return {"checksums": sums}
 
     def resume(self, records: Sequence[dict[str, Any]]) -> None:
         """Check sampled rows of each finished shard against their checksums."""
-        for name, (start, stop, known) in (item for record in records for item in record["checksums"].items()):
+        for name, start, stop, known in (item for record in records for item in record["checksums"]):
             if name in self.tensors and self._checksum(name, start, stop) != known:
                 raise ValueError(
                     f"the progress file marks rows {start} to {stop - 1} of {name} as finished, but the stored rows "

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from ringspan.balance import Balanced, work_before
+from ringspan.layout import AnyLayout, LayoutName
 from ringspan.models.config import LongNetConfig
 from ringspan.runtime.settings import check_types, setting, settings_from_json
 
@@ -28,6 +30,9 @@ class TrainSettings:
     batch: int = setting(1, "Sequences per micro-step and data-parallel rank.", "Data")
     accumulate: int = setting(1, "Micro-steps per optimizer step; their gradients are added.", "Data")
     held_out: float = setting(0.05, "Fraction at the end of the text that is held out for evaluation.", "Data")
+    documents: bool = setting(
+        False, "Files are documents: positions restart in each, and no token attends to another file.", "Data"
+    )
     seed: int = setting(0, "Seed of the initial weights and the order of the data.", "Data")
 
     steps: int = setting(100, "Number of optimizer steps.", "Optimizer")
@@ -42,8 +47,8 @@ class TrainSettings:
     ring: int = setting(
         0, "Ranks that share one sequence; 0 means all. Several rings are data parallel.", "Distributed"
     )
-    layout: Literal["zigzag", "contiguous"] = setting(
-        "zigzag", "How a sequence is split over the ranks of a ring.", "Distributed"
+    layout: LayoutName = setting(
+        "zigzag", "How a sequence is split over the ranks of a ring; balanced needs --documents.", "Distributed"
     )
     weights: Literal["sharded", "replicated"] = setting(
         "sharded", "Shard the weights over all ranks, or replicate them; FSDP2 does both.", "Distributed"
@@ -87,12 +92,21 @@ class TrainSettings:
         for name, bound in (("seed", 2**40), ("timeout", 1e6), ("metrics_port", 2**16)):
             if getattr(self, name) >= bound:
                 raise ValueError(f"{name}={getattr(self, name)}: must be below {bound:,.0f}")
+        self._check_documents()
         if self.model.vocab_size < 256:
             raise ValueError(
                 f"vocab_size={self.model.vocab_size}: must be at least 256, because the text is read as bytes"
             )
         if not self.model.causal:
             raise ValueError("model.causal=False: training predicts the next byte, which needs a causal model")
+
+    def _check_documents(self) -> None:
+        if self.layout == "balanced" and not self.documents:
+            raise ValueError("layout='balanced': balances packed documents; add --documents, or use zigzag")
+        if self.measure_communication and self.documents:
+            raise ValueError(
+                "measure_communication=True: with --documents, transfers differ from step to step; omit one of them"
+            )
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
@@ -135,6 +149,13 @@ class TrainSettings:
         if world % size:
             raise ValueError(f"ring={size}: must divide the number of ranks, {world}")
         return size
+
+    def ring_layout(self) -> AnyLayout:
+        """The layout of the rings. Balanced is by the work of the pattern whose layers have the most of it."""
+        if self.layout != "balanced":
+            return self.layout
+        rows, layers = self.tokens, self.model.layers_by_pattern
+        return Balanced(max(layers, key=lambda pattern: len(layers[pattern]) * work_before(pattern, True, rows, rows)))
 
     def learning_rate_at(self, step: int) -> float:
         """The learning rate of a step; steps count from 0.

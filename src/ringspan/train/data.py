@@ -260,6 +260,11 @@ class Corpus:
             start, number = end, number + 1
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
+    def file_starts(self, start: int, stop: int) -> list[int]:
+        """Those of the bytes ``start`` to ``stop`` (exclusive) that are the first of a file, without the first file."""
+        first, last = (bisect.bisect_left(self.ends, self.first + border) for border in (start, stop))
+        return [end - self.first for end in self.ends[first:last]]
+
     def start_of(self, seed: int, number: int, tokens: int) -> int:
         """The start of sequence ``number``; it follows from the seed alone, so a resumed run reads the same data."""
         room = len(self) - tokens

@@ -84,7 +84,8 @@ def init_distributed(settings: TrainSettings) -> DistributedContext:
     world = dist.get_world_size()
     ring_size = settings.ring_size(world)
     mesh = init_device_mesh(kind, (world // ring_size, ring_size), mesh_dim_names=("data", "ring"))
-    return DistributedContext(device, mesh, rs.Ring(mesh["ring"], layout=settings.layout, min_size=1), owns_group)
+    ring = rs.Ring(mesh["ring"], layout=settings.ring_layout(), min_size=1)
+    return DistributedContext(device, mesh, ring, owns_group)
 
 
 def shard_model(model: LongNet, context: DistributedContext, settings: TrainSettings) -> None:

@@ -1,4 +1,7 @@
-"""What a run needs, before it starts: memory per rank, computed from the settings, and time, from small timed steps."""
+"""What a run needs, before it starts: memory per rank, computed from the settings, and time, from small timed steps.
+
+Each sequence counts as one document. With ``documents`` that is a bound: shorter documents have less work and traffic.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,11 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from math import ceil
 
 import torch
 
+from ringspan.balance import Balanced
 from ringspan.geometry import Documents, Pattern
 from ringspan.layout import Layout
 from ringspan.models import LongNet, LongNetConfig
@@ -54,6 +59,8 @@ def estimate_memory(settings: TrainSettings, world: int) -> MemoryEstimate:
     layout = Layout(settings.layout, settings.tokens, ring_size)
     rank = max(range(ring_size), key=layout.rows_of)
     rows = layout.rows_of(rank) * settings.batch
+    if isinstance(rule := settings.ring_layout(), Balanced):
+        rows = ceil(rows * (1 + rule.slack))
     kv_width = model.head_dim * model.kv_heads
     sizes = TensorSizes(settings.batch, model.heads, model.kv_heads, model.head_dim, short, wide)
     # A recomputed layer keeps its input and the output and lse of attention; otherwise, all its activations.

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -29,6 +30,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 import ringspan as rs
 from ringspan.models import LongNet
 from ringspan.models.config import save_weights
+from ringspan.nn.cross_entropy import IGNORED
 from ringspan.runtime.collectives import all_gather_floats, run_on_all_ranks
 from ringspan.runtime.files import write_atomic
 from ringspan.runtime.settings import RunError
@@ -298,14 +300,14 @@ class Trainer:
         for micro in range(settings.accumulate):
             fsdp.set_requires_gradient_sync(micro == settings.accumulate - 1)
             self.status.enter(number, "reading")
-            tokens, targets = self._read_batch(number, micro)
+            tokens, targets, documents = self._read_batch(number, micro)
             self.status.enter(number, "forward")
             with torch.autocast(context.device.device.type, torch.bfloat16, enabled=settings.dtype == "bfloat16"):
                 loss = self.model.loss(
                     tokens,
                     targets,
                     ring=context.ring,
-                    seq_len=settings.tokens,
+                    **documents,
                     group=dist.group.WORLD,
                     gradients="averaged",
                 )
@@ -314,20 +316,43 @@ class Trainer:
             total += loss.detach().double() / settings.accumulate
         return total
 
-    def _read_batch(self, step: int, micro: int) -> tuple[Tensor, Tensor]:
-        """This rank's rows of the sequences of a micro-step, and the byte that follows each row."""
+    def _read_batch(self, step: int, micro: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """This rank's rows of the sequences of a micro-step, the byte that follows each row, and seq_len and lengths.
+
+        With documents, which differ from sequence to sequence, all sequences are packed into one.
+        """
         settings, context = self.settings, self.context
-        layout = context.ring.layout_of(settings.tokens)
         first = ((step * settings.accumulate + micro) * context.data_size + context.data_rank) * settings.batch
-        sequences = []
-        for number in range(first, first + settings.batch):
-            begin = self.corpus.start_of(settings.seed, number, settings.tokens)
-            spans = layout.spans(context.ring.rank)
-            # One byte more than the span: the target of its last row may be another rank's row.
-            sequences.append([self.corpus.read(begin + s.start, begin + s.stop + 1) for s in spans])
-        tokens = torch.stack([torch.cat([span[:-1] for span in spans]) for spans in sequences])
-        targets = torch.stack([torch.cat([span[1:] for span in spans]) for spans in sequences])
-        return tokens.long().to(context.device.device), targets.long().to(context.device.device)
+        starts = [
+            self.corpus.start_of(settings.seed, number, settings.tokens)
+            for number in range(first, first + settings.batch)
+        ]
+        sequences, rows = [[start] for start in starts], settings.tokens
+        lengths: tuple[int, ...] | None = None
+        if settings.documents:
+            sequences, rows = [starts], settings.tokens * settings.batch
+            lengths = tuple(n for start in starts for n in _documents(self.corpus, start, start + settings.tokens))
+        layout = context.ring.layout_of(rows, lengths)
+        spans = [(span.start, span.stop) for span in layout.spans(context.ring.rank)]
+        # One byte more than each part: the target of its last row may be another rank's row.
+        parts = [
+            [(start + first, start + stop + 1) for start, first, stop in _parts(sequence, settings.tokens, spans)]
+            for sequence in sequences
+        ]
+        empty = torch.empty(0, dtype=torch.int64)
+        tokens = [torch.cat([empty, *(self.corpus.read(a, b - 1) for a, b in each)]) for each in parts]
+        targets = [torch.cat([empty, *(self._targets(a + 1, b) for a, b in each)]) for each in parts]
+        device = context.device.device
+        documents: dict[str, Any] = dict(seq_len=rows, lengths=lengths)
+        return torch.stack(tokens).to(device), torch.stack(targets).to(device), documents
+
+    def _targets(self, start: int, stop: int) -> Tensor:
+        """Bytes to predict. With documents, the first byte of a file follows nothing and is ignored."""
+        targets = self.corpus.read(start, stop).long()
+        if self.settings.documents:
+            for first in self.corpus.file_starts(start, stop):
+                targets[first - start] = IGNORED
+        return targets
 
     def _lost_rank_error(self, error: RuntimeError) -> rs.RingError | None:
         """The error of a collective whose peer is lost, in plain words; None for any other error."""
@@ -338,6 +363,23 @@ class Trainer:
             f"rank {self.context.rank}: step {self.status.step + 1}, {self.status.phase}: another rank is gone, or did "
             f"not answer within {self.settings.timeout:g} s ({error})"
         )
+
+
+def _documents(corpus: Corpus, start: int, stop: int) -> Iterator[int]:
+    """The lengths of the parts of files in the bytes ``start`` to ``stop`` (exclusive)."""
+    borders = [start, *corpus.file_starts(start + 1, stop), stop]
+    return (after - before for before, after in pairwise(borders))
+
+
+def _parts(starts: list[int], tokens: int, spans: list[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Spans of packed sequences, cut where a sequence ends: its start in the text, and the rows of it.
+
+    >>> list(_parts([100, 700], 10, [(2, 5), (8, 15)]))
+    [(100, 2, 5), (100, 8, 10), (700, 0, 5)]
+    """
+    for first, stop in spans:
+        for i in range(first // tokens, -(-stop // tokens)):
+            yield starts[i], max(first - i * tokens, 0), min(stop - i * tokens, tokens)
 
 
 def check_finite(step: int, losses: Tensor, gradient_norm: float, model: nn.Module, checkpoints: Checkpoints) -> None:
