@@ -37,6 +37,8 @@ class ForwardRun(RankRun):
     accumulation dtype.
     """
 
+    name = "forward"
+
     def __init__(
         self,
         plan: RankPlan,
@@ -65,7 +67,8 @@ class ForwardRun(RankRun):
         return self.out, self.lse
 
     def compute(self, number: int) -> None:
-        for tile in cache_order(self.plan.hop(number).tiles, rows_in_cache(self._query_side["q"])):
+        tiles = cache_order(self.plan.hop(number).tiles, rows_in_cache(self._query_side["q"]))
+        for tile in self.timed(tiles, number):
             keys, values = self.rows_of(tile.parcel)
             forward_tile_(
                 tile,
@@ -100,6 +103,8 @@ class BackwardRun(RankRun):
     dK and dV of a received parcel are forwarded along its route, or returned to its owner, while the next hop is
     computed.
     """
+
+    name = "backward"
 
     def __init__(
         self,
@@ -140,7 +145,8 @@ class BackwardRun(RankRun):
 
     def compute(self, number: int) -> None:
         self._shares = self._parcel_grads.zeros(self.plan.hop(number))
-        for tile in cache_order(self.plan.hop(number).tiles, rows_in_cache(self._query_side["q"])):
+        tiles = cache_order(self.plan.hop(number).tiles, rows_in_cache(self._query_side["q"]))
+        for tile in self.timed(tiles, number):
             key_side = dict(zip(("k", "v"), self.rows_of(tile.parcel), strict=True))
             if tile.parcel is None:
                 key_side |= self._own_grads
