@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +37,7 @@ from benchmarks.suite import (
 )
 from ringspan.layout import LayoutName
 from ringspan.oracle import dense_attention
+from ringspan.ring.recorder import Recorder
 from ringspan.runtime.device import Cpu
 from ringspan.runtime.launch import run_local_ranks
 from ringspan.tools import peers
@@ -197,6 +201,57 @@ def measure_bytes(n: int) -> list[dict[str, Any]]:
     return rows
 
 
+def trace(run: Measuring) -> list[dict[str, Any]]:
+    """A ring of two that is traced and one that is not, in turns."""
+    lengths, rounds = run.sized((1024,), (1024, 4096), (1024, 32768)), run.sized(2, 15, 50)
+    rows = []
+    for n in lengths:
+        run.announce(f"{n:,} tokens")
+        rows += run_local_ranks(2, measure_trace, n, rounds, str(run.folder / "trace.json"), timeout_seconds=1800)[0]
+    return rows
+
+
+def measure_trace(n: int, rounds: int, path: str) -> list[dict[str, Any]]:
+    """Seconds of a call without and with a trace, by pass, and the spans of rank 0 in each traced call."""
+    rings = {"off": rs.Ring(), "on": rs.Ring()}
+    rows = rings["off"].layout_of(n).rows_of(dist.get_rank())
+    tensors = [torch.randn(1, rows, HEADS, HEAD_DIM, requires_grad=True) for _ in range(3)]
+    repeats = max(1, 4096 // n)
+    found = []
+    for mode in PASSES:
+        attend = {
+            name: partial(rs.attention, pattern=pattern_up_to(), causal=True, ring=ring, seq_len=n)
+            for name, ring in rings.items()
+        }
+        calls = {name: _repeated(_call(mode, each, tensors), repeats) for name, each in attend.items()}
+        with rings["on"].trace(path):
+            times = TurnTimer(RankStopwatch).in_turns(calls, rounds)
+        dist.barrier()
+        events = json.loads(Path(path).read_text())["traceEvents"]
+        spans = sum(event["ph"] == "X" and event["pid"] == 0 for event in events) / (rounds + 1) / repeats
+        found.append(dict(n=n, mode=mode, repeats=repeats, seconds=times, spans=spans, span_seconds=_span_seconds()))
+    return found
+
+
+def _span_seconds(count: int = 10_000) -> float:
+    """The time to record the span of a tile."""
+    (tile, *_) = rs.plan(rs.Full(), 8).rank(0).tiles
+    recorder = Recorder()
+    start = time.perf_counter()
+    for _ in recorder.timed([tile] * count, 0):
+        pass
+    return (time.perf_counter() - start) / count
+
+
+def _repeated(call: Callable[[], object], repeats: int) -> Callable[[], object]:
+    def calls() -> object:
+        for _ in range(repeats):
+            call()
+        return None
+
+    return calls
+
+
 def error(run: Measuring) -> list[dict[str, Any]]:
     """Relative error of output and gradients on simulated rings of 1 to 8 ranks, in fp32 and bf16."""
     rows = []
@@ -234,6 +289,7 @@ def report(results: Results) -> Page:
             memory_table(results["memory"], fits["dilated"]),
             bytes_table(results["bytes"]),
             error_table(results["error"]),
+            trace_table(results["trace"]),
         ],
     )
 
@@ -349,6 +405,35 @@ def error_table(rows: list[dict[str, Any]]) -> Table:
     return Table("Error by ring size", cells, text)
 
 
+def trace_table(rows: list[dict[str, Any]]) -> Table:
+    cells: Rows = [
+        [
+            "n",
+            "pass",
+            "without a trace",
+            "spans of a rank",
+            "a span takes",
+            "all spans",
+            "traced, over not traced",
+            "",
+            "spread",
+        ]
+    ]
+    for row in rows:
+        off, on = row["seconds"]["off"], row["seconds"]["on"]
+        milliseconds = f"{statistics.median(off) / row['repeats'] * 1e3:.1f} ms"
+        share = row["spans"] * row["span_seconds"] * row["repeats"] / statistics.median(off)
+        recorded = [f"{row['spans']:.0f}", f"{row['span_seconds'] * 1e9:.0f} ns", f"{share:.2%}"]
+        cells.append([f"{row['n']:,}", PASSES[row["mode"]], milliseconds, *recorded, *both_ratios(on, off)])
+    text = (
+        "A call on a ring of two while it is traced, over the same call while it is not, in turns: the median of the "
+        "ratios of single rounds, the ratio of the medians, and the spread. All spans: their number times the time to "
+        f"record one, as a share of the call. Rounds: {len(rows[0]['seconds']['on'])}, each of as many calls as make "
+        "4,096 tokens."
+    )
+    return Table("Cost of a trace", cells, text)
+
+
 def memory_and_error_picture(results: Results, fits: dict[str, tuple[float, float, float]]) -> Picture:
     """Left: peak memory of a rank by ring size, with the fit. Right: error by ring size."""
     figure, (left, right) = empty_figure(1, 2, (11, 4.2))
@@ -379,7 +464,7 @@ def memory_and_error_picture(results: Results, fits: dict[str, tuple[float, floa
 
 SUITE = Suite(
     "docs/ring_results.md",
-    {"speed": speed, "memory": memory, "bytes": sent_bytes, "error": error},
+    {"speed": speed, "memory": memory, "bytes": sent_bytes, "error": error, "trace": trace},
     report,
     options={"rounds": "3"},
     long_options={"rounds": "7"},

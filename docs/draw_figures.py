@@ -5,6 +5,7 @@ from pathlib import Path
 import ringspan as rs
 from draw_ring import draw_ring
 from draw_slide import draw_slide
+from draw_traces import draw_layout
 from ringspan.draw import draw_pattern, draw_schedule, draw_work, scaled_down
 
 FIGURES = Path(__file__).parent / "figures"
@@ -33,6 +34,8 @@ def main() -> None:
         "work_zigzag": draw_work(small_zigzag, note=note),
         "work_window": draw_work(halo),
         "heat_map": draw_slide(),
+        "trace_contiguous": draw_layout("contiguous"),
+        "trace_zigzag": draw_layout("zigzag"),
     }
     for name, figure in pictures.items():
         figure.savefig(FIGURES / f"{name}.png", dpi=130)

@@ -57,6 +57,7 @@ _MODULE_OF = {
     "Ring": "ringspan.ring",
     "RingError": "ringspan.ring",
     "SimulatedRing": "ringspan.ring",
+    "Trace": "ringspan.ring",
     "stream_attention": "ringspan.streaming",
     "stream_backward": "ringspan.streaming",
     "draw": "ringspan.draw",
@@ -116,6 +117,7 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors; tests/test_i
     from ringspan.ring import Ring as Ring
     from ringspan.ring import RingError as RingError
     from ringspan.ring import SimulatedRing as SimulatedRing
+    from ringspan.ring import Trace as Trace
     from ringspan.streaming import stream_attention as stream_attention
     from ringspan.streaming import stream_backward as stream_backward
 else:

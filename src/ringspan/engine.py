@@ -34,6 +34,8 @@ class ForwardRun(RankRun):
     accumulation dtype.
     """
 
+    name = "forward"
+
     def __init__(
         self,
         plan: RankPlan,
@@ -62,7 +64,7 @@ class ForwardRun(RankRun):
         return self.out, self.lse
 
     def compute(self, number: int) -> None:
-        for tile in self.plan.hop(number).tiles:
+        for tile in self.timed(self.plan.hop(number).tiles, number):
             keys, values = self.rows_of(tile.parcel)
             forward_tile_(
                 tile,
@@ -97,6 +99,8 @@ class BackwardRun(RankRun):
     dK and dV of a received parcel are forwarded along its route, or returned to its owner, while the next hop is
     computed.
     """
+
+    name = "backward"
 
     def __init__(
         self,
@@ -137,7 +141,7 @@ class BackwardRun(RankRun):
 
     def compute(self, number: int) -> None:
         self._shares = self._parcel_grads.zeros(self.plan.hop(number))
-        for tile in self.plan.hop(number).tiles:
+        for tile in self.timed(self.plan.hop(number).tiles, number):
             key_side = dict(zip(("k", "v"), self.rows_of(tile.parcel), strict=True))
             if tile.parcel is None:
                 key_side |= self._own_grads

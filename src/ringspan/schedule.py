@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringspan.geometry import Documents, Pattern
-from ringspan.planning import Hop, Packing, Parcel, RankPlan, plan_rank
+from ringspan.planning import Hop, Packing, Parcel, RankPlan, Tile, plan_rank
 from ringspan.planning.heads import refuse_head_ranks
 from ringspan.ring import Ring
+from ringspan.ring.recorder import Recorder, recorded
 from ringspan.ring.transport import PendingWork, Transport
 from ringspan.views import Operands, comb_view
 
@@ -58,6 +59,8 @@ class RankRun:
     ``k`` and ``v`` are the rank's own rows; ``held`` are all tensors that live as long as the run, for the counters.
     """
 
+    name = "communication"  # of the pass, in traces
+
     def __init__(
         self, plan: RankPlan, transport: Transport, k: Tensor, v: Tensor, held: Sequence[Tensor | None]
     ) -> None:
@@ -73,18 +76,30 @@ class RankRun:
     def begin(self) -> None:
         """Count the tensors of the run as live until `release`."""
         self.transport.counters.hold_bytes(self._held_bytes)
+        if self.recorder is not None:
+            self.recorder.begin_pass(self.name)
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """What records the rank; None if it is not traced."""
+        return self.transport.counters.recorder
+
+    def timed(self, tiles: Iterable[Tile], number: int) -> Iterable[Tile]:
+        """The tiles of a hop. A loop over them is recorded, if the rank is traced."""
+        return tiles if self.recorder is None else self.recorder.timed(tiles, number)
 
     def post(self, number: int) -> None:
         """Start sending and receiving the parcels of a hop."""
         hop = self.plan.hop(number)
         sends = []
-        for message in hop.sends:
-            buffer = self.parcels.get(message.parcel)
-            if buffer is None:  # an own parcel; others were received before they are forwarded
-                packing = self._packings[message.parcel]
-                buffer = _pack(packing, self._buffers.take(message.parcel), self.k, self.v)
-                self._packed.append(buffer)
-            sends.append((message.peer, buffer))
+        with recorded(self.recorder if hop.sends else None, "pack"):
+            for message in hop.sends:
+                buffer = self.parcels.get(message.parcel)
+                if buffer is None:  # an own parcel; others were received before they are forwarded
+                    packing = self._packings[message.parcel]
+                    buffer = _pack(packing, self._buffers.take(message.parcel), self.k, self.v)
+                    self._packed.append(buffer)
+                sends.append((message.peer, buffer))
         self.parcels |= {message.parcel: self._buffers.take(message.parcel) for message in hop.receives}
         receives = [(message.peer, self.parcels[message.parcel]) for message in hop.receives]
         self._pending = self.transport.send_receive(sends, receives, f"parcels of hop {number}")
@@ -116,6 +131,8 @@ class RankRun:
         """Free the buffers, after success or failure."""
         self._buffers.release()
         self.transport.counters.hold_bytes(-self._held_bytes)
+        if self.recorder is not None:
+            self.recorder.end_pass()
 
 
 class ParcelGradients:
@@ -156,12 +173,13 @@ class ParcelGradients:
             pending, sent, received = self._pending.pop()
             pending.wait()
             self._buffers.put_back(sent)
-            for parcel, buffer in received:
-                if parcel.owner == self._rank:
-                    self._add_to_own(self._packings[parcel], buffer)
-                    self._buffers.put_back([buffer])
-                else:
-                    self._partial[parcel] = buffer
+            with recorded(self._transport.counters.recorder if received else None, "add gradients"):
+                for parcel, buffer in received:
+                    if parcel.owner == self._rank:
+                        self._add_to_own(self._packings[parcel], buffer)
+                        self._buffers.put_back([buffer])
+                    else:
+                        self._partial[parcel] = buffer
 
     def _add_to_own(self, packing: Packing, buffer: Tensor) -> None:
         for own_rows, parcel_rows_ in packing.combs:

@@ -22,7 +22,8 @@ from ringspan.cli.app import app
 from ringspan.geometry import Documents
 from ringspan.layout import Layout
 from ringspan.planning import plan_rank
-from ringspan.planning.breakeven import ASSUMED_RATES, break_even, speedup
+from ringspan.planning.breakeven import ASSUMED_RATES, break_even, rank_time, speedup
+from tests.traces import read_trace
 
 PATTERN = rs.Dilated((2048, 8192, 32768), (1, 4, 16))
 SHORT = ["--pattern", "2048x1,8192x4,32768x16"]
@@ -66,6 +67,32 @@ def test_a_sum_of_patterns_with_counts_like_32k(tmp_path: Path) -> None:
     assert [rank["sent_forward"] for rank in zigzag] == [plan.bytes_sent(rank) for rank in range(4)]
     assert [rank["halo_rows"] for rank in zigzag] == [510, 1020, 1020, 510], "only rows of the window"
     assert len(found["pictures"]) == 10
+
+
+def test_a_predicted_trace_takes_the_time_of_the_model(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "trace.json"
+    page = run("--tokens", "32k", "--layout", "zigzag", "--no-measure", "--trace", str(path))
+    assert f"Trace: {path}" in page
+    found = read_trace(path)
+    plan = rs.plan(PATTERN, 32768, ring_size=4, layout="zigzag", causal=True)
+    plan = replace(plan, costs=ASSUMED_RATES.costs)
+    assert found.names == {rank: f"rank {rank} (predicted)" for rank in range(4)}
+    for rank in range(4):
+        time = rank_time(plan, rank, ASSUMED_RATES)
+        spent = {name: sum(e["dur"] for e in found.spans(rank, name=name)) / 1e6 for name in ("tiles", "wait")}
+        steps = len(found.spans(rank, name="tiles")) + len(found.spans(rank, name="wait"))
+        assert spent["tiles"] == pytest.approx(time.work, abs=1e-9 * steps)
+        assert spent["wait"] == pytest.approx(time.waiting + time.latency, abs=1e-9 * steps)
+        passes = [e for e in found.spans(rank) if e["name"] in ("forward", "backward")]
+        assert [e["name"] for e in passes] == ["forward", "backward"]
+        assert sum(e["dur"] for e in passes) / 1e6 == pytest.approx(time.total, abs=1e-9 * 2 * steps)
+        assert sum(e["args"]["pairs"] for e in found.spans(rank, name="tiles")) == 2 * plan.work(rank)
+        sent = sum(e["args"]["bytes"] for e in found.spans(rank, "sends"))
+        assert sent == plan.bytes_sent(rank) + plan.bytes_sent(rank, backward=True)
+    alone = tmp_path / "alone.json"
+    run(*HUGE, "--no-measure", "--trace", str(alone))
+    assert {e["pid"] for e in read_trace(alone, whole=False).events} == {17}
+    assert "--trace" in run("--no-measure", "--trace", "/dev/null/trace.json", status=2)
 
 
 @pytest.mark.parametrize("options", [(), ("--no-causal", "--routing", "direct", "--batch", "2", "--dtype", "bfloat16")])

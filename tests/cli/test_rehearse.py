@@ -1,12 +1,14 @@
 """`ringspan rehearse`: the page, the JSON document, and errors for invalid values."""
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from ringspan.cli.app import app
 from tests.ranks import shares_processes
+from tests.traces import read_trace
 
 pytestmark = shares_processes(__name__)
 
@@ -32,10 +34,11 @@ def test_the_page() -> None:
         assert words in page
 
 
-def test_the_json_document() -> None:
+def test_the_json_document_and_a_trace(tmp_path: Path) -> None:
+    slow = ["--bandwidth", "1e8", "--bandwidth-across", "1e7", "--ranks-per-node", "4", "--routing", "nodes"]
+    path = tmp_path / "trace.json"
     result = CliRunner().invoke(
-        app,
-        ["rehearse", *SMALL, "--ranks", "16", "--backward", "--ranks-per-node", "4", "--routing", "nodes", "--json"],
+        app, ["rehearse", *SMALL, "--ranks", "16", "--backward", *slow, "--json", "--trace", str(path)]
     )
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
@@ -49,6 +52,18 @@ def test_the_json_document() -> None:
         assert rank["counted"].keys() == {"forward", "backward"}
     slowest = max(r["measured"]["working_seconds"] + r["computed"]["waiting_seconds"] for r in found["rehearsed"])
     assert found["extrapolated"]["step_seconds"] >= slowest
+    trace = read_trace(path, whole=False)
+    assert trace.names == {rank["rank"]: f"rank {rank['rank']} (rehearsed)" for rank in found["rehearsed"]}
+    for rank in found["rehearsed"]:
+        spans, number = trace.spans(rank["rank"]), rank["rank"]
+        waited = sum(e["dur"] for e in spans if e["name"].startswith("wait")) / 1e6
+        assert waited >= rank["computed"]["waiting_seconds"] > 0
+        worked = sum(e["dur"] for e in spans if e["name"].startswith("tile")) / 1e6
+        assert 0 < worked <= rank["measured"]["working_seconds"]
+        passes = [e["dur"] for e in spans if e["name"] in ("forward", "backward")]
+        assert sum(passes) / 1e6 <= rank["measured"]["working_seconds"] + rank["computed"]["waiting_seconds"] + 1e-6
+        sent = sum(counted["bytes_sent"] for counted in rank["counted"].values())
+        assert sum(e["args"]["bytes"] for e in trace.spans(number, "sends")) == sent
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from ringspan.cli.app import app
 from ringspan.train.metrics import read_metrics
 from tests.ranks import shares_processes
+from tests.traces import read_trace
 
 pytestmark = shares_processes(__name__)
 
@@ -40,8 +41,15 @@ def ringspan(*arguments: str, ranks: int = 0, cwd: Path | None = None) -> subpro
 def test_train_on_two_ranks_resume_and_evaluate(tmp_path: Path) -> None:
     run = tmp_path / "run"
     data = str(Path(torch.__file__).parent / "nn")
-    first = ringspan("train", data, *SMALL, "--out", str(run), ranks=2)
+    file = tmp_path / "trace.json"
+    first = ringspan("train", data, *SMALL, "--out", str(run), "--trace", str(file), "--trace-steps", "2", ranks=2)
     assert first.returncode == 0, first.stderr
+    trace = read_trace(file)
+    phases = ["reading", "forward", "backward", "updating"]
+    for rank in range(2):
+        found = [(e["name"], e["args"]["step"]) for e in trace.spans(rank, "phases")]
+        assert found == [*((name, 2) for name in phases), *((name, 3) for name in phases), ("saving", 3)]
+        assert trace.spans(rank, "sends", "gradients of hop 1")
     assert "step 3: " in first.stdout
     assert "bits/byte" in first.stdout
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 3

@@ -1,3 +1,4 @@
+import json
 from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
@@ -14,6 +15,7 @@ from ringspan.draw import (
     draw_pattern,
     draw_plans,
     draw_schedule,
+    draw_trace,
     draw_work,
     pairs_by_cell,
     pairs_by_hop,
@@ -290,3 +292,24 @@ def test_a_heat_map_on_a_log_scale_ends_after_four_decades() -> None:
 def test_heat_maps_that_cannot_be_drawn(xy: torch.Tensor, weights: torch.Tensor, tile_size: float, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         draw_heat_map(xy, weights, tile_size)
+
+
+def test_a_trace_is_drawn_with_a_bar_for_each_span_and_an_arrow_for_each_message(tmp_path: Path) -> None:
+    ring, path = rs.SimulatedRing(3, "contiguous"), tmp_path / "trace.json"
+    with ring.trace(path) as trace:
+        trace.phase("forward")
+        rs.attention(*torch.randn(3, 1, 96, 2, 8), pattern=rs.Full(), ring=ring)
+    spans = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
+    (axis,) = draw_trace(path).axes
+    assert [label.get_text() for label in axis.get_yticklabels()] == [f"rank {rank} (simulated)" for rank in range(3)]
+    assert sum(len(bars.get_paths()) for bars in axis.collections) == len(spans)
+    texts = [text.get_text() for text in axis.texts]
+    assert texts.count("forward") == 3
+    assert texts.count("") == ring.counters[0].messages_sent * 3
+    tile = next(e for e in spans if e["name"] == "tile of hop 2")
+    cut = draw_trace(path, start=tile["ts"] / 1000, stop=(tile["ts"] + tile["dur"]) / 1000).axes[0]
+    assert cut.get_xlim() == pytest.approx((0, tile["dur"] / 1000))
+    with ring.trace(path):
+        pass
+    with pytest.raises(ValueError, match="no spans"):
+        draw_trace(path)

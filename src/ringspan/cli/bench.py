@@ -22,6 +22,7 @@ from ringspan.cli.options import (
     AsJson,
     HeadDim,
     Heads,
+    TraceFile,
     make_console,
     read_as,
     read_bytes,
@@ -40,7 +41,7 @@ from ringspan.tools.bench.hilbert import QUICK, StudyScale, study
 from ringspan.tools.bench.hilbert_page import make_hilbert_page
 from ringspan.tools.bench.ladder import BenchSettings, TrialStore, forecast_case, run_cases
 from ringspan.tools.bench.summaries import summarize
-from ringspan.tools.bench.trials import Trial, TrialLimits
+from ringspan.tools.bench.trials import Trial, TrialError, TrialLimits, trace_case
 from ringspan.tools.measure import describe_machine, one_line
 from ringspan.tools.pages import print_page, rich_table, write_page
 
@@ -60,7 +61,7 @@ _NOT_FOR_STUDIES = (
         "peers",
         "rounds",
     ),
-    *("time_limit", "memory", "fresh", "repeat_disturbed", "dry_run"),
+    *("time_limit", "memory", "fresh", "repeat_disturbed", "dry_run", "trace"),
 )
 
 
@@ -119,6 +120,7 @@ def bench(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="List the cases and the memory they need, and run none.")
     ] = False,
+    trace: TraceFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure speed, memory and the longest sequence over lengths and ring sizes, and write a report.
@@ -126,7 +128,8 @@ def bench(
     Every trial runs in fresh processes with a memory limit. Lengths grow step by step; a case that does not fit becomes
     a row of the report, with the reason. Ctrl-C loses nothing: run the same command to continue. Times are medians over
     rounds in which all cases take turns. Trials that other programs disturbed do not count, or are marked if there are
-    no others. The defaults take about three minutes on two cores.
+    no others. The defaults take about three minutes on two cores. `--trace` runs the longest case of the largest ring
+    once more; that run does not count.
 
     **Examples**
 
@@ -139,6 +142,8 @@ def bench(
     `ringspan bench --pattern "window 1023" --pattern full`
 
     `ringspan bench --tokens 512k --rounds 1 --time-limit 900`
+
+    `ringspan bench --tokens 16k --ranks 2 --trace bench.json`
 
     `ringspan bench hilbert --quick`
     """
@@ -173,7 +178,14 @@ def bench(
         return
     with writing_to("--out", out):
         store = TrialStore(out / "bench.jsonl", threads, fresh=fresh, repeat_disturbed=repeat_disturbed)
-    _measure(progress, cases, settings, store, out, as_json=as_json)
+    trials = _measure(progress, cases, settings, store, out, as_json=as_json)
+    if trace is not None:
+        _trace(progress, trials, settings, trace)
+    crashed = report.ringspan_crashed(trials)
+    for trial in crashed:
+        progress.print(f"Crashed: {trial.case}: {trial.reason}", style="red")
+    if crashed or not any(trial.measured for trial in trials):
+        raise typer.Exit(1)  # running out of memory or time is a result; a crash or no result at all is not
 
 
 def _measure(
@@ -184,7 +196,7 @@ def _measure(
     out: Path,
     *,
     as_json: bool,
-) -> None:
+) -> list[Trial]:
     if len(store):
         progress.print(f"Continuing: {store.path} has {len(store)} trials of this setup (--fresh deletes them).")
     if store.others:
@@ -204,11 +216,21 @@ def _measure(
         for sentence in [page.sentence, *report.idle_rings(summaries)]:
             console.print(sentence, soft_wrap=True)
         console.print(f"Report: {paths['html']} (also .md and .json)", soft_wrap=True)
-    crashed = report.ringspan_crashed(trials)
-    for trial in crashed:
-        progress.print(f"Crashed: {trial.case}: {trial.reason}", style="red")
-    if crashed or not any(trial.measured for trial in trials):
-        raise typer.Exit(1)  # running out of memory or time is a result; a crash or no result at all is not
+    return trials
+
+
+def _trace(progress: Console, trials: Sequence[Trial], settings: BenchSettings, path: Path) -> None:
+    """Trace the longest case of ringspan on the largest ring among those that were measured."""
+    ours = [each.case for each in trials if each.measured and each.case.implementation == "ringspan"]
+    rings = [case for case in ours if case.ranks > 1]
+    if not rings:
+        raise typer.BadParameter("no case of a ring was measured: give --ranks 2 or more", param_hint="--trace")
+    case = max(rings, key=lambda case: (case.ranks, case.tokens))
+    try:
+        trace_case(case, path, settings.limits, settings.threads)
+    except TrialError as error:
+        raise typer.BadParameter(f"{case}: {error}", param_hint="--trace") from error
+    progress.print(f"Trace of {case}: {path}", soft_wrap=True)
 
 
 def _run(progress: Console, cases: Sequence[BenchCase], settings: BenchSettings, store: TrialStore) -> list[Trial]:

@@ -123,10 +123,14 @@ def writing_to(option: str, place: Path) -> Iterator[None]:
         yield
     except OSError as error:
         why = error.strerror or type(error).__name__
-        raise typer.BadParameter(f"{place}: must be a folder that can be written ({why})", param_hint=option) from error
+        raise typer.BadParameter(f"{place}: must be a place that can be written ({why})", param_hint=option) from error
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print only the result, as JSON, to stdout.")]
+TraceFile = Annotated[
+    Path | None,
+    typer.Option("--trace", metavar="FILE", help="Write a trace for ui.perfetto.dev: what each rank does when."),
+]
 Heads = Annotated[int, typer.Option(help="Query heads.", min=1)]
 HeadDim = Annotated[int, typer.Option(help="Head dimension.", min=1)]
 

@@ -18,6 +18,7 @@ from ringspan.cli.options import (
     AsJson,
     HeadDim,
     Heads,
+    TraceFile,
     make_console,
     read_as,
     read_count,
@@ -31,9 +32,11 @@ from ringspan.layout import AnyLayout, LayoutName, check_layout_name, layouts_to
 from ringspan.planning import RingPlan, Routing
 from ringspan.planning.breakeven import LONGEST, BreakEven, advise_layout, break_even, speedup
 from ringspan.runtime.settings import missing_package
+from ringspan.runtime.trace_file import lane_text, write_trace
 from ringspan.tools import plan_report
 from ringspan.tools.pages import Table, rich_table
 from ringspan.tools.plan_report import KnownRates, find_rates, layout_costs, make_plans
+from ringspan.tools.plan_trace import modelled_lane
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -77,6 +80,7 @@ def plan(
     draw: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Write figures of the plan, as PNG and SVG.")
     ] = None,
+    trace: TraceFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Show what each rank of a ring computes, sends and holds, which layout is faster, and when a ring is worth it.
@@ -98,6 +102,8 @@ def plan(
     `ringspan plan --pattern full --lengths 64k,512*128 --ranks 8 --no-measure`
 
     `ringspan plan --ranks 4 --draw pictures`
+
+    `ringspan plan --ranks 4 --no-measure --trace predicted.json`
     """
 
     packed = read_as("--lengths", read_documents, lengths) if lengths else None
@@ -149,6 +155,8 @@ def plan(
         if draw is not None:
             status.update("drawing ...")
             pictures = _draw(plans, draw)
+        if trace is not None:
+            _write_trace(plans[advice.layout if advice else next(iter(plans))], rank, known, trace)
 
     if as_json:
         paths, warnings = list(map(str, pictures)), [warning] if warning else []
@@ -161,6 +169,7 @@ def plan(
     sentences += [plan_report.break_even_sentence(plans[name], *answer) for name, answer in answers.items()]
     sentences += [f"Rates: {known}."] if sentences else []
     sentences += [f"Figure: {path}" for path in pictures]
+    sentences += [f"Trace: {trace}"] if trace else []
     headline = plan_report.headline(next(iter(plans.values())), dtype)
     _print_page(headline, plan_report.reach_sentences(costs), tables, sentences)
 
@@ -218,6 +227,14 @@ def _draw(plans: dict[AnyLayout, RingPlan], folder: Path) -> list[Path]:
             return draw_plans(names, folder)
     except ModuleNotFoundError as error:
         raise typer.BadParameter(missing_package("drawing", error.name, "plot"), param_hint="--draw") from error
+
+
+def _write_trace(plan: RingPlan, rank: int | None, known: KnownRates, path: Path) -> None:
+    """Write what one rank, or each of a sample, does in the time model."""
+    ranks = plan.sample if rank is None else [rank]
+    texts = (lane_text(modelled_lane(plan, each, known.rates)) for each in ranks)
+    with writing_to("--trace", path):
+        write_trace(path, texts, {"what": "predicted, nothing was run", "plan": str(plan), "rates": str(known)})
 
 
 def _print_table(console: Console, table: Table) -> None:

@@ -19,6 +19,7 @@ from ringspan.cli.options import (
     AsJson,
     HeadDim,
     Heads,
+    TraceFile,
     make_console,
     read_as,
     read_count,
@@ -26,9 +27,11 @@ from ringspan.cli.options import (
     read_dtype,
     read_pattern_at,
     warn_of_unselected,
+    writing_to,
 )
 from ringspan.layout import AnyLayout, check_layout_name
 from ringspan.planning import ByNode, RingPlan, Routing
+from ringspan.runtime.trace_file import lane_text, write_trace
 from ringspan.tools.pages import Table, rich_table
 from ringspan.tools.plan_report import headline, make_plans
 from ringspan.tools.rehearse import Network, RehearsedRing, ranks_worth_rehearsing, rehearse_ring
@@ -60,6 +63,7 @@ def rehearse(
     ] = 25e9,
     threads: Annotated[int, typer.Option(help="CPU threads of the rank; 0: all cores.", min=0)] = 0,
     timeout: Annotated[float, typer.Option(help="Time limit of one rank in seconds.")] = 3600.0,
+    trace: TraceFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Run some ranks of a large ring on this machine, one at a time, exactly as their plans say.
@@ -75,6 +79,8 @@ def rehearse(
     `ringspan rehearse --tokens 16M --ranks 64 --backward --heads 2 --head-dim 32`
 
     `ringspan rehearse --tokens 1e9 --ranks 1024 --pattern "window 4095"`
+
+    `ringspan rehearse --tokens 1M --ranks 16 --backward --trace rehearsed.json`
 
     `ringspan rehearse --ranks 16 --ranks-per-node 8 --routing nodes --bandwidth 450e9 --bandwidth-across 50e9`
     """
@@ -114,7 +120,13 @@ def rehearse(
             backward=backward,
             threads=threads or os.cpu_count() or 1,
             timeout_seconds=timeout,
+            trace=trace is not None,
         )
+    if trace is not None:
+        lanes = [rank.lane for rank in ring.ranks.values() if rank.lane is not None]
+        with writing_to("--trace", trace):
+            about = {"what": "tiles are measured, waiting is computed", "network": dataclasses.asdict(network)}
+            write_trace(trace, map(lane_text, lanes), {"plan": headline(plan, dtype), **about})
     if as_json:
         typer.echo(json.dumps(_document(plan, network, dtype, ring)))
     else:

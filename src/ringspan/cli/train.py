@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ringspan.cli.options import AsJson, flags_of, make_console, with_flags
+from ringspan.cli.options import AsJson, TraceFile, flags_of, make_console, with_flags
 from ringspan.models.config import NAMED, LongNetConfig
 from ringspan.train.config import PRESETS, TrainSettings
 from ringspan.train.estimate import estimate_memory, estimate_time, reach_of
@@ -41,6 +41,10 @@ def train(
         bool, typer.Option("--dry-run", help="Print the memory and time that the run needs, and exit.")
     ] = False,
     ranks: Annotated[int, typer.Option(help="For --dry-run: number of ranks; 0 means torchrun's.", min=0)] = 0,
+    trace: TraceFile = None,
+    trace_steps: Annotated[
+        int, typer.Option(help="For --trace: number of steps, after a first one that warms up.", min=1)
+    ] = 3,
     as_json: AsJson = False,
     **given: Any,
 ) -> None:
@@ -65,6 +69,8 @@ def train(
 
     `ringspan train --model small --pattern "window 1023" --pattern "window 1023" --pattern full --sinks`
 
+    `torchrun --nproc-per-node=2 -m ringspan train --steps 10 --trace steps.json`
+
     `torchrun --nproc-per-node=2 --max-restarts=3 -m ringspan train --preset long --resume auto`
     """
     try:
@@ -80,8 +86,10 @@ def train(
     console = make_console(stderr=as_json, quiet=not trainer.context.is_main)
     with trainer:
         _print_start(console, trainer)
-        _run(trainer, console)
+        _run(trainer, console, trace, trace_steps)
     folder = Path(settings.out)
+    if trace is not None:
+        console.print(f"Trace: {trace}", soft_wrap=True)
     console.print(f"The model is in {folder / MODEL}, the metrics are in {folder / METRICS}.", soft_wrap=True)
     latest = trainer.metrics.latest
     if as_json and latest is not None:  # only the main rank records metrics
@@ -137,12 +145,13 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-def _run(trainer: Trainer, console: Console) -> None:
+def _run(trainer: Trainer, console: Console, trace: Path | None, trace_steps: int) -> None:
     """Train with a progress bar; an interrupt is raised again with the way to continue."""
     how_to_continue = "To continue, run the same command with --resume auto."
     try:
         with ProgressDisplay(trainer, console) as display:
-            trainer.run(display.show_step, display.show_heartbeats, display.show_interrupt)
+            callbacks = (display.show_step, display.show_heartbeats, display.show_interrupt)
+            trainer.run(*callbacks, trace=trace, trace_steps=trace_steps)
     except KeyboardInterrupt as error:
         what = str(error) or f"Interrupted at once: {trainer.checkpoints.last_good()}."
         raise KeyboardInterrupt(f"{what} {how_to_continue}") from None

@@ -230,7 +230,7 @@ def modelled_ranks(plan: RingPlan) -> Sequence[int]:
 
 def rank_time(plan: RingPlan, rank: int, rates: DeviceRates) -> RankTime:
     """The time of one rank that waits only for transfers, not for slower ranks."""
-    steps = [(flops / rates.flops, sent / rates.bandwidth) for flops, sent in _steps(plan, rank, rates.costs)]
+    steps = [(flops / rates.flops, sent / rates.bandwidth) for flops, sent in rank_steps(plan, rank, rates.costs)]
     return RankTime(
         work=sum(work for work, _ in steps),
         waiting=sum(max(0.0, transfer - work) for work, transfer in steps),
@@ -238,7 +238,7 @@ def rank_time(plan: RingPlan, rank: int, rates: DeviceRates) -> RankTime:
     )
 
 
-def _steps(plan: RingPlan, rank: int, costs: TileCosts) -> Iterator[tuple[float, int]]:
+def rank_steps(plan: RingPlan, rank: int, costs: TileCosts) -> Iterator[tuple[float, int]]:
     """(FLOPs, bytes transferred meanwhile) of each step, forward and then backward.
 
     While a hop is computed, the parcels of the next hop arrive. In backward, the gradients of the previous hop are sent

@@ -2,6 +2,7 @@
 
 from ringspan.ring.ring import Ring
 from ringspan.ring.simulated import SimulatedRing
+from ringspan.ring.trace import Trace
 from ringspan.ring.transport import Counters, RingError
 
-__all__ = ["Counters", "Ring", "RingError", "SimulatedRing"]
+__all__ = ["Counters", "Ring", "RingError", "SimulatedRing", "Trace"]

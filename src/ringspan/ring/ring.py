@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from weakref import ref
 
@@ -17,6 +19,8 @@ from ringspan.planning import Routing, check_routing
 from ringspan.planning.heads import ring_routing, with_head_ranks
 from ringspan.ring.agreement import by_value, check_agreement, digest, exchange_metadata, fingerprint
 from ringspan.ring.backend import GatherRows, Lengths, Metadata, as_lengths, find_ring, register_ring, take_rows
+from ringspan.ring.recorder import recorded, traced
+from ringspan.ring.trace import Trace, trace_group
 from ringspan.ring.transport import Counters, GroupTransport, RingError, Transport
 
 
@@ -56,7 +60,7 @@ class Ring:
             )
         ring_routing(routing, self.head_ranks)
         self.layout, self.routing = layout, routing
-        self.reset_counters()
+        self.counters = Counters()
         self.name = register_ring(self)
 
     def __repr__(self) -> str:
@@ -78,7 +82,18 @@ class Ring:
 
     def reset_counters(self) -> None:
         """Set all counters to zero."""
-        self.counters = Counters()
+        self.counters = Counters(recorder=self.counters.recorder)
+
+    @contextmanager
+    def trace(self, path: str | Path, group: dist.ProcessGroup | None = None) -> Iterator[Trace]:
+        """Record what each rank does inside the block, and write it to ``path`` on rank 0, for ui.perfetto.dev.
+
+        A collective on entry and on exit, of all ranks of ``group``: by default those of the ring; pass
+        ``dist.group.WORLD`` to see several rings in one trace. Times are on the clock of rank 0. On CUDA, spans are
+        what the host does: it launches kernels and transfers, and does not wait for them.
+        """
+        with trace_group(self, Path(path), group or self.group) as trace:
+            yield trace
 
     # ``lengths`` are those of packed documents, in the whole sequence; they matter with layout "balanced" only.
 
@@ -182,7 +197,7 @@ class Ring:
         self, layout: Layout, tensors: Sequence[tuple[Tensor | None, int | None]]
     ) -> list[tuple[int, Transport, list[Any]]]:
         transport = GroupTransport(self.group, self.rank, self.size, self.counters)
-        return [(self.rank, transport, [x for x, _ in tensors])]
+        return [(self.rank, traced(transport), [x for x, _ in tensors])]
 
     def unshard(self, layout: Layout, parts: list[Tensor], dim: int) -> Tensor:
         (part,) = parts
@@ -201,7 +216,8 @@ class Ring:
         mine |= {"head_ranks": self.head_ranks, **metadata()}
         if lengths:
             mine.setdefault("lengths", digest(str(lengths)))
-        by_rank = exchange_metadata(mine, self.group, like.device)
+        with recorded(self.counters.recorder, "agreement"):
+            by_rank = exchange_metadata(mine, self.group, like.device)
         check_agreement(by_rank)
         held = [each["rows"] for each in by_rank]
         layout = self.layout_of(sum(held), lengths)

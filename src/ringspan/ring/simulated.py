@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +15,8 @@ from ringspan.layout import AnyLayout, Layout, check_layout_name
 from ringspan.planning import Routing, check_routing
 from ringspan.planning.heads import check_head_ranks, ring_routing, with_head_ranks
 from ringspan.ring.backend import Lengths, Metadata, as_lengths, join_rows, register_ring, take_rows
+from ringspan.ring.recorder import traced
+from ringspan.ring.trace import Trace, trace_virtual_ranks
 from ringspan.ring.transport import Counters, Messages, RingError, Transport
 
 
@@ -47,7 +51,7 @@ class SimulatedRing:
         check_head_ranks(size, head_ranks)
         ring_routing(routing, head_ranks)
         self.size, self.layout, self.routing, self.head_ranks = size, layout, routing, head_ranks
-        self.reset_counters()
+        self.counters = [Counters() for _ in range(size)]
         self.name = register_ring(self)
 
     def __repr__(self) -> str:
@@ -63,7 +67,16 @@ class SimulatedRing:
 
     def reset_counters(self) -> None:
         """Set all counters to zero."""
-        self.counters = [Counters() for _ in range(self.size)]
+        self.counters = [Counters(recorder=each.recorder) for each in self.counters]
+
+    @contextmanager
+    def trace(self, path: str | Path) -> Iterator[Trace]:
+        """Record what each virtual rank does inside the block, and write it to ``path``, for ui.perfetto.dev.
+
+        Virtual ranks share a process and take turns, so they never compute at the same time.
+        """
+        with trace_virtual_ranks(self, Path(path)) as trace:
+            yield trace
 
     def agree(
         self,
@@ -87,7 +100,7 @@ class SimulatedRing:
         return [
             (
                 rank,
-                SimulatedTransport(rank, self.counters[rank], inbox),
+                traced(SimulatedTransport(rank, self.counters[rank], inbox)),
                 [take_rows(x, layout, rank, dim) for x, dim in tensors],
             )
             for rank in range(self.size)

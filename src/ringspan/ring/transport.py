@@ -8,11 +8,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from ringspan.ring.recorder import Recorder
 
 Messages = Sequence[tuple[int, Tensor]]  # (peer, contiguous buffer)
 
@@ -67,6 +70,7 @@ class Counters:
     peak_bytes: int = 0
     posted: str = ""  # the label of the latest transfer: it is pending, or has just completed
     wait: Wait | None = None  # what the rank is blocked on at this moment; None while it computes
+    recorder: Recorder | None = field(default=None, repr=False)  # while the rank is traced
 
     def count(self, sends: Messages, receives: Messages) -> None:
         self.messages_sent += len(sends)
@@ -79,6 +83,8 @@ class Counters:
         self.live_parcel_bytes += buffer_bytes
         self.peak_parcel_bytes = max(self.peak_parcel_bytes, self.live_parcel_bytes)
         self.hold_bytes(buffer_bytes)
+        if self.recorder is not None:
+            self.recorder.hold(self.live_parcel_bytes)
 
     def hold(self, *tensors: Tensor | None) -> int:
         """Count tensors as live. Returns their bytes: pass the negative to `hold_bytes` when they are freed."""

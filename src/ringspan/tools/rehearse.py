@@ -20,9 +20,11 @@ from ringspan.engine import run_backward, run_forward
 from ringspan.planning import RingPlan
 from ringspan.planning.heads import refuse_head_ranks
 from ringspan.planning.routes import node_of
+from ringspan.ring.recorder import Recorder, traced
 from ringspan.ring.transport import Counters, Messages
 from ringspan.runtime.device import Device, local_device
 from ringspan.runtime.launch import run_local_ranks
+from ringspan.runtime.trace_file import TraceLane
 from ringspan.tools.measure import Stopwatch, is_disturbed
 
 
@@ -71,6 +73,11 @@ class RehearsalClock:
     @property
     def now(self) -> float:
         return self.working + self.waiting
+
+    @property
+    def running_now(self) -> float:
+        """The time while the clock runs; `now` is that of the latest pause."""
+        return self.now + time.perf_counter() - self._since
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -163,7 +170,7 @@ class RehearsedRank:
     """Measurements of one rank. ``peak_growth`` is the peak growth of the process's memory, its rows included.
 
     ``foreign_cores`` is how many cores other programs used meanwhile; ``disturbed`` if that makes the working seconds
-    unreliable.
+    unreliable. ``lane`` is what it did, on the rank's own clock, if it was traced.
     """
 
     rank: int
@@ -177,6 +184,7 @@ class RehearsedRank:
     bytes_as_planned: bool
     foreign_cores: float
     disturbed: bool
+    lane: TraceLane | None = None
 
     @property
     def seconds(self) -> float:
@@ -192,7 +200,9 @@ class RehearsedRank:
         return self.forward.waiting + (self.backward.waiting if self.backward else 0.0)
 
 
-def rehearse_rank(plan: RingPlan, rank: int, network: Network, dtype: torch.dtype, *, backward: bool) -> RehearsedRank:
+def rehearse_rank(
+    plan: RingPlan, rank: int, network: Network, dtype: torch.dtype, *, backward: bool, trace: bool = False
+) -> RehearsedRank:
     """Run the plan of one rank. Call it in a fresh process (`ringspan.runtime.launch`), so that its memory is its own.
 
     Raises only what a real rank would raise; a rank that does not fit in memory runs out of memory here, too.
@@ -200,8 +210,9 @@ def rehearse_rank(plan: RingPlan, rank: int, network: Network, dtype: torch.dtyp
     refuse_head_ranks("rehearse_rank", plan.head_ranks)
     device = local_device()
     _warm_up(device, dtype, plan.sizes.head_dim)
+    recorder = Recorder() if trace else None
     with Stopwatch() as watch:
-        passes, growth = device.peak_growth(lambda: _run(plan, rank, network, dtype, backward, device))
+        passes, growth = device.peak_growth(lambda: _run(plan, rank, network, dtype, backward, device, recorder))
     own = plan.rank(rank)
     wanted = [plan.bytes_sent(rank), plan.bytes_sent(rank, backward=True)]
     return RehearsedRank(
@@ -216,11 +227,18 @@ def rehearse_rank(plan: RingPlan, rank: int, network: Network, dtype: torch.dtyp
         bytes_as_planned=[each.bytes_sent for each in passes] == wanted[: len(passes)],
         foreign_cores=watch.foreign_cores,
         disturbed=is_disturbed(watch.foreign_cores, watch.seconds),
+        lane=None if recorder is None else recorder.lane(rank, plan.layout.ring_size, f"rank {rank} (rehearsed)"),
     )
 
 
 def _run(
-    plan: RingPlan, rank: int, network: Network, dtype: torch.dtype, backward: bool, device: Device
+    plan: RingPlan,
+    rank: int,
+    network: Network,
+    dtype: torch.dtype,
+    backward: bool,
+    device: Device,
+    recorder: Recorder | None,
 ) -> list[PassMetrics]:
     own, sizes = plan.rank(rank), plan.sizes
     kernel = kernels.choose(device.device, dtype).kernel
@@ -230,22 +248,26 @@ def _run(
         shape = (sizes.batch, own.rows, heads, sizes.head_dim)
         return torch.empty(shape, dtype=dtype, device=device.device).normal_()
 
-    def new_transport() -> StandInTransport:
-        return StandInTransport(rank, network, device.device, _synchronize_for(device))
+    def new_transport(begin: float) -> StandInTransport:
+        transport = StandInTransport(rank, network, device.device, _synchronize_for(device))
+        if recorder is not None:
+            transport.counters.recorder = recorder
+            recorder.now = lambda: round(1e9 * (begin + transport.clock.running_now))
+        return transport
 
     q, k, v = rows(sizes.heads), rows(sizes.kv_heads), rows(sizes.kv_heads)
     with torch.no_grad():
-        transport = new_transport()
-        wide_out, lse = run_forward(own, transport, q, k, v, scores=scores, kernel=kernel)
+        transport = new_transport(begin=0.0)
+        wide_out, lse = run_forward(own, traced(transport), q, k, v, scores=scores, kernel=kernel)
         out = wide_out.to(dtype)  # as the operator returns it
         del wide_out
         passes = [_metrics(transport)]
         if backward:
             grad_out = torch.ones_like(out)
-            transport = new_transport()
+            transport = new_transport(begin=passes[0].seconds)
             needs = (True, True, True)
             tensors = (grad_out, None, q, k, v, out, lse)
-            wide = run_backward(own, transport, *tensors, scores=scores, kernel=kernel, needs=needs)
+            wide = run_backward(own, traced(transport), *tensors, scores=scores, kernel=kernel, needs=needs)
             _ = [x.to(dtype) for x in wide if x is not None]
             passes.append(_metrics(transport))
     return passes
@@ -337,18 +359,21 @@ def rehearse_ring(
     backward: bool,
     threads: int,
     timeout_seconds: float,
+    trace: bool = False,
     on_rank: Callable[[str, RehearsedRank], None] | None = None,
 ) -> RehearsedRing:
     """Rehearse some ranks, one after the other, each in a fresh process with ``threads`` threads."""
     found: dict[str, RehearsedRank] = {}
     for reason, rank in ranks.items():
         (found[reason],) = run_local_ranks(
-            1, _task, plan, rank, network, dtype, backward, threads=threads, timeout_seconds=timeout_seconds
+            1, _task, plan, rank, network, dtype, backward, trace, threads=threads, timeout_seconds=timeout_seconds
         )
         if on_rank is not None:
             on_rank(reason, found[reason])
     return RehearsedRing(found, max(plan.work(rank) for rank in plan.sample))
 
 
-def _task(plan: RingPlan, rank: int, network: Network, dtype: torch.dtype, backward: bool) -> RehearsedRank:
-    return rehearse_rank(plan, rank, network, dtype, backward=backward)
+def _task(
+    plan: RingPlan, rank: int, network: Network, dtype: torch.dtype, backward: bool, trace: bool
+) -> RehearsedRank:
+    return rehearse_rank(plan, rank, network, dtype, backward=backward, trace=trace)

@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
@@ -39,7 +39,7 @@ from ringspan.train.config import TrainSettings
 from ringspan.train.data import Corpus, select_on_all_ranks
 from ringspan.train.distributed import DistributedContext, init_distributed, shard_model
 from ringspan.train.metrics import RunMetrics, StepMetrics, hidden_share, measure_communication
-from ringspan.train.watchdog import Heartbeat, RankStatus, Straggler, Watchdog, find_slowest_rank
+from ringspan.train.watchdog import Heartbeat, Phase, RankStatus, Straggler, Watchdog, find_slowest_rank
 
 MODEL = "model"  # folder of the trained model, in the folder of the run
 
@@ -67,6 +67,7 @@ class Trainer:
         self.status = RankStatus()
         self._stop_request = 0  # of this rank; a signal may set it at any moment
         self._stop_reason = 0  # the largest request of all ranks, agreed in each step
+        self._trace: rs.Trace | None = None
         self._is_open = True
         _check_restarts(resume)
         # First of all: the launcher may die, and another run may take the folder, while ranks still meet.
@@ -112,6 +113,8 @@ class Trainer:
         on_interrupt: Callable[[], None] = _ignore,
         *,
         until: int | None = None,
+        trace: Path | None = None,
+        trace_steps: int = 3,
     ) -> None:
         """Train the remaining steps, or those before ``until``, and save checkpoints on the way and at the end.
 
@@ -119,6 +122,8 @@ class Trainer:
 
         The first Ctrl-C saves a checkpoint after the current step, closes the trainer and raises KeyboardInterrupt; the
         second raises it at once. `request_stop` saves a checkpoint and returns.
+
+        ``trace`` names a file for a trace of ``trace_steps`` steps (`rs.Ring.trace`), after a first one that warms up.
 
         Callbacks only observe: ``on_step`` runs after every step, on every rank; ``on_heartbeats`` about once a second,
         on the main rank and in the watchdog's thread; ``on_interrupt`` after the first Ctrl-C, in its own thread.
@@ -131,7 +136,7 @@ class Trainer:
                 self._watchdog.monitoring(self.status, self.context, self._heartbeat_recorder(on_heartbeats)),
                 self._interrupts_request_stop(on_interrupt),
             ):
-                self._train(last, on_step)
+                self._train(last, on_step, trace, trace_steps)
                 if self.next_step == self.settings.steps:
                     self.save_model(Path(self.settings.out) / MODEL)
         except RuntimeError as error:
@@ -152,7 +157,7 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint. A collective."""
-        self.status.enter(self.next_step - 1, "saving")
+        self._enter(self.next_step - 1, "saving")
         self.checkpoints.save(self.next_step, self.model, self.optimizer, self.context.device.device)
 
     def load(self) -> None:
@@ -241,16 +246,33 @@ class Trainer:
         finally:
             signal.signal(signal.SIGINT, before)
 
-    def _train(self, last: int, on_step: Callable[[StepMetrics], None]) -> None:
-        while self.next_step < last:
-            step = self._step(self.next_step)
-            if self.context.is_main:
-                self.metrics.record_step(step)
-            on_step(step)
-            if self.next_step % self.settings.save_every == 0 or self.next_step == last or self._stop_reason:
-                self.save()
-            if self._stop_reason:
-                return
+    def _train(self, last: int, on_step: Callable[[StepMetrics], None], trace: Path | None, trace_steps: int) -> None:
+        traced_from = max(self.next_step, min(self.next_step + 1, last - trace_steps))
+        with ExitStack() as tracing:
+            while self.next_step < last:
+                if trace is not None and self.next_step == traced_from:
+                    whole_run = self.context.ring.trace(trace, dist.group.WORLD)
+                    self._trace = tracing.enter_context(whole_run)
+                    tracing.callback(self._end_of_trace)
+                step = self._step(self.next_step)
+                if self.context.is_main:
+                    self.metrics.record_step(step)
+                on_step(step)
+                if self.next_step % self.settings.save_every == 0 or self.next_step == last or self._stop_reason:
+                    self.save()
+                if self._stop_reason:
+                    return
+                if self.next_step == traced_from + trace_steps:
+                    tracing.close()
+
+    def _end_of_trace(self) -> None:
+        self._trace = None
+
+    def _enter(self, step: int, phase: Phase) -> None:
+        """Begin a phase of a step, for the watchdog and for the trace."""
+        self.status.enter(step, phase)
+        if self._trace is not None:
+            self._trace.phase(phase, step=step + 1)
 
     def _step(self, number: int) -> StepMetrics:
         settings, context = self.settings, self.context
@@ -268,7 +290,7 @@ class Trainer:
         check_finite(number, losses, gradient_norm, self.model, self.checkpoints)
         if settings.clip:
             clip_grads_with_norm_(parameters, settings.clip, norm)
-        self.status.enter(number, "updating")
+        self._enter(number, "updating")
         self.optimizer.step()
         self.optimizer.zero_grad()
         by_rank = all_gather_floats(
@@ -299,9 +321,9 @@ class Trainer:
         total = torch.zeros((), dtype=torch.float64, device=context.device.device)
         for micro in range(settings.accumulate):
             fsdp.set_requires_gradient_sync(micro == settings.accumulate - 1)
-            self.status.enter(number, "reading")
+            self._enter(number, "reading")
             tokens, targets, documents = self._read_batch(number, micro)
-            self.status.enter(number, "forward")
+            self._enter(number, "forward")
             with torch.autocast(context.device.device.type, torch.bfloat16, enabled=settings.dtype == "bfloat16"):
                 loss = self.model.loss(
                     tokens,
@@ -311,7 +333,7 @@ class Trainer:
                     group=dist.group.WORLD,
                     gradients="averaged",
                 )
-            self.status.enter(number, "backward")
+            self._enter(number, "backward")
             (loss / settings.accumulate).backward()
             total += loss.detach().double() / settings.accumulate
         return total

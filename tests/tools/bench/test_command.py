@@ -6,14 +6,17 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 from typer.testing import CliRunner
 
+import ringspan as rs
 from ringspan.cli.app import app
 from tests.ranks import starts_processes
+from tests.traces import check_against_plan, read_trace
 
 BENCH = [sys.executable, "-m", "ringspan", "bench"]
 TINY = ["--pattern", "64x1,256x4", "--heads", "2", "--head-dim", "16", "--ranks", "1", "--rounds", "1"]
@@ -41,6 +44,22 @@ def test_prints_only_json_and_continues_after_an_interruption(tmp_path: Path) ->
     assert trials[0] == document["trials"][0]  # not run again
     assert trials[1]["wall_seconds"] != document["trials"][1]["wall_seconds"]  # run again
     assert len((tmp_path / "bench.jsonl").read_text().splitlines()) == 2
+
+
+@starts_processes
+def test_traces_the_longest_case_of_the_largest_ring(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    options = ["--tokens", "128,256", "--ranks", "1,2", "--out", str(tmp_path), "--trace", str(path)]
+    found = bench(*options)
+    assert found.returncode == 0, found.stderr
+    assert "256 tokens, 2 ranks" in found.stderr
+    plan = rs.plan(rs.Dilated((64, 256), (1, 4)), 256, ring_size=2, causal=True, heads=2, head_dim=16)
+    case = json.loads((tmp_path / "bench.json").read_text())["trials"][-1]["case"]
+    for rank in range(2):
+        check_against_plan(read_trace(path), replace(plan, layout=replace(plan.layout, name=case["layout"])), rank)
+    refused = bench("--tokens", "128", "--out", str(tmp_path), "--trace", str(path))
+    assert refused.returncode == 2
+    assert "no case of a ring" in refused.stderr
 
 
 def test_fails_with_a_report_if_nothing_fits(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -192,6 +193,20 @@ def measure_rank(case: BenchCase, memory_bytes: int) -> list[RankMetrics]:
 
     metrics, peak = Cpu().peak_growth(run)
     return [replace(metrics, peak_bytes=peak)]
+
+
+def trace_case(case: BenchCase, path: Path, limits: TrialLimits, threads: int = 1) -> None:
+    """Run a case of ringspan over a ring once more, after a pass that warms it up, and write a trace of it."""
+    run_limited(case.ranks, limits, _trace_rank, case, path.absolute(), threads=threads)
+
+
+def _trace_rank(case: BenchCase, path: Path) -> None:
+    attend = RingAttention(case)
+    assert attend.ring is not None
+    rows = _make_rows(case)
+    _run(case, attend, rows)
+    with attend.ring.trace(path):
+        _run(case, attend, rows)
 
 
 def measure_simulated_ring(case: BenchCase, memory_bytes: int) -> list[RankMetrics]:
