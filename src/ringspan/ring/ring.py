@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -56,6 +56,7 @@ class Ring:
             )
         ring_routing(routing, self.head_ranks)
         self.layout, self.routing = layout, routing
+        self._used: WeakSet[dist.ProcessGroup] = WeakSet()  # the group, once all ranks have used it together
         self.reset_counters()
         self.name = register_ring(self)
 
@@ -180,7 +181,8 @@ class Ring:
     def shard(
         self, layout: Layout, tensors: Sequence[tuple[Tensor | None, int | None]]
     ) -> list[tuple[int, Transport, list[Any]]]:
-        transport = GroupTransport(self.group, self.rank, self.size, self.counters)
+        device = next(x.device for x, _ in tensors if x is not None)
+        transport = GroupTransport(self.group, self.rank, self.size, self.counters, device, self._used)
         return [(self.rank, transport, [x for x, _ in tensors])]
 
     def unshard(self, layout: Layout, parts: list[Tensor], dim: int) -> Tensor:
@@ -200,7 +202,9 @@ class Ring:
         mine |= {"head_ranks": self.head_ranks, **metadata()}
         if lengths:
             mine.setdefault("lengths", digest(str(lengths)))
-        by_rank = exchange_metadata(mine, self.group, like.device)
+        group = self.group
+        by_rank = exchange_metadata(mine, group, like.device)
+        self._used.add(group)
         check_agreement(by_rank)
         held = [each["rows"] for each in by_rank]
         layout = self.layout_of(sum(held), lengths)
@@ -252,8 +256,9 @@ _NOT_A_MEMBER = "this process is not a member of the group: create the ring on i
 def _shared_group(group: Group) -> tuple[Group | ref[dist.ProcessGroup], int]:
     """A group of all ranks that share the sequence, and how many of them are head ranks.
 
-    Creates a group for a 2-D mesh that is only a part of the world: a collective of the ranks of this mesh. torch keeps
-    the group until `destroy_process_group`, so the ring needs only a weak reference.
+    Creates a group for a 2-D mesh that is only a part of the world: a collective of the ranks of this mesh or, with
+    NCCL and a bound device, of the world, whose communicator torch then splits. torch keeps the group until
+    `destroy_process_group`, so the ring needs only a weak reference.
     """
     if not isinstance(group, DeviceMesh) or group.ndim == 1:
         return group, 1
