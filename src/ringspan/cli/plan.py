@@ -157,9 +157,11 @@ def plan(
         return
     tables = [plan_report.side_by_side(costs)]
     tables += [plan_report.rank_table(cost) for cost in costs.values()] if rank is None else []
-    sentences = [f"Layout: {advice}."] if advice else []
+    proofs = {name: cost.proof for name, cost in costs.items()}
+    sentences = [f"Messages, {name}: {proof}" for name, proof in proofs.items() if proof and proof.messages]
+    sentences += [f"Layout: {advice}."] if advice else []
     sentences += [plan_report.break_even_sentence(plans[name], *answer) for name, answer in answers.items()]
-    sentences += [f"Rates: {known}."] if sentences else []
+    sentences += [f"Rates: {known}."] if advice or answers else []
     sentences += [f"Figure: {path}" for path in pictures]
     headline = plan_report.headline(next(iter(plans.values())), dtype)
     _print_page(headline, plan_report.reach_sentences(costs), tables, sentences)
