@@ -11,9 +11,12 @@ from tests.exactness import random_sinks
 FULL_PROFILE = 100  # examples of a test that sets none, in the full profile
 
 
-def examples(count: int) -> settings:
-    """So many examples in the full profile, and in proportion fewer in the fast one."""
-    return settings(max_examples=max(10, count * settings.default.max_examples // FULL_PROFILE))  # type: ignore[union-attr]
+def examples(count: int, fast: int | None = None) -> settings:
+    """So many examples in the full profile; in the fast one ``fast``, by default in proportion fewer."""
+    default = settings.default.max_examples  # type: ignore[union-attr]
+    if fast is not None and default < FULL_PROFILE:
+        return settings(max_examples=fast)
+    return settings(max_examples=max(10, count * default // FULL_PROFILE))
 
 
 @st.composite

@@ -118,7 +118,8 @@ def attention(
         ring: splits the sequence over devices. With a `Ring`, q, k, v and the results are this rank's rows
             (`Ring.split_sequence`); ``lengths`` and ``cu_seqlens`` describe the whole sequence. With a `SimulatedRing`,
             all tensors are whole.
-        seq_len: the length of the whole sequence. If given, skips the all-gather that checks that all ranks agree.
+        seq_len: the length of the whole sequence. If given, skips the all-gather that checks that all ranks agree:
+            after the first call over the ring, only parcels are sent.
 
     Returns:
         (batch, seq, heads, head_dim) in the dtype of q. A row that sees nothing is 0, and its lse is -inf.

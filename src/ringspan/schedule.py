@@ -254,7 +254,7 @@ def _pack(packing: Packing, buffer: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def communication_seconds(ring: Ring, pattern: Pattern, seq_len: int, k: Tensor, v: Tensor, *, causal: bool) -> float:
-    """Seconds that this rank waits in a forward pass that sends all its parcels but computes nothing.
+    """Seconds that this rank's host waits in a forward pass that sends all its parcels but computes nothing.
 
     ``k`` and ``v`` are the rank's rows. A collective: all ranks call it together. Resets the ring's counters.
     """

@@ -144,19 +144,20 @@ def test_split_gather_and_positions() -> None:
 
 @on_ranks(2)
 def test_compiles_without_graph_breaks() -> None:
-    ring = rs.Ring()
     pattern = rs.Dilated((16, 64), (1, 2))
+    for seq_len in (None, 65):
+        ring = rs.Ring()
 
-    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return rs.attention(q * 2, k, v, pattern=pattern, causal=True, ring=ring).sin()
+        def layer(q: Tensor, k: Tensor, v: Tensor, ring: rs.Ring = ring, seq_len: int | None = seq_len) -> Tensor:
+            return rs.attention(q * 2, k, v, pattern=pattern, causal=True, ring=ring, seq_len=seq_len).sin()
 
-    mine = [ring.split_sequence(x.detach()).requires_grad_() for x in inputs(1, 65, 2, 1, 8)]
-    eager = layer(*mine)
-    wanted = torch.autograd.grad(eager.sum(), mine)
-    out = torch.compile(layer, fullgraph=True, backend="aot_eager")(*mine)
-    close(out, eager)
-    for found, grad in zip(torch.autograd.grad(out.sum(), mine), wanted, strict=True):
-        close(found, grad)
+        mine = [ring.split_sequence(x.detach()).requires_grad_() for x in inputs(1, 65, 2, 1, 8)]
+        out = torch.compile(layer, fullgraph=True, backend="aot_eager")(*mine)  # the first call over the ring
+        grads = torch.autograd.grad(out.sum(), mine)
+        eager = layer(*mine)
+        close(out, eager)
+        for found, wanted in zip(grads, torch.autograd.grad(eager.sum(), mine), strict=True):
+            close(found, wanted)
 
 
 @on_ranks(2)

@@ -165,9 +165,10 @@ def plan(
         return
     tables = [plan_report.side_by_side(costs)]
     tables += [plan_report.rank_table(cost) for cost in costs.values()] if rank is None else []
-    sentences = [f"Layout: {advice}."] if advice else []
+    sentences = [f"Messages, {name}: {one.proof}" for name, one in costs.items() if one.proof and one.proof.messages]
+    sentences += [f"Layout: {advice}."] if advice else []
     sentences += [plan_report.break_even_sentence(plans[name], *answer) for name, answer in answers.items()]
-    sentences += [f"Rates: {known}."] if sentences else []
+    sentences += [f"Rates: {known}."] if advice or answers else []
     sentences += [f"Figure: {path}" for path in pictures]
     sentences += [f"Trace: {trace}"] if trace else []
     headline = plan_report.headline(next(iter(plans.values())), dtype)

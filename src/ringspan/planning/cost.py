@@ -13,8 +13,9 @@ from itertools import accumulate
 
 from ringspan.geometry import Branch, Documents, Pattern, SegmentBranch, WindowBranch
 from ringspan.layout import Layout, RankSpan
-from ringspan.planning.heads import head_ranks_of, heads_of, inside_ring, ring_routing, shards_of
+from ringspan.planning.heads import HeadLayout, head_ranks_of, heads_of, inside_ring, ring_routing, shards_of
 from ringspan.planning.nesting import CPU_COSTS, TileCosts
+from ringspan.planning.proof import MessageBatch, Proof, exchange_batch, hop_batches, pair_up
 from ringspan.planning.rank import Hop, RankPlan, plan_rank
 from ringspan.planning.routes import ByNode, Routing, node_of
 from ringspan.planning.shared_windows import shared_window
@@ -182,6 +183,42 @@ class RingPlan:
         gradients = sum(m.parcel.rows for hop in hops for m in hop.gradients_in) * self.sizes.gradient_row_bytes
         exchanged = sum(exchange.received for exchange in self.exchanges(rank, backward=backward))
         return exchanged + (forward + gradients if backward else forward)
+
+    def batches(self, rank: int, *, backward: bool = False) -> tuple[MessageBatch, ...]:
+        """The messages of a pass, as a rank posts them: one batch for each hop and each exchange of head ranks.
+
+        Backward as if q, k and v all need gradients. Sinks for each row are not counted.
+        """
+        sizes, count, part = self.sizes, self.head_ranks, rank % self.head_ranks
+        ranks = range(part, self.layout.ring_size, count)
+        own = self.rank(rank)
+        hops = hop_batches(own, ranks, sizes.parcel_row_bytes, sizes.gradient_row_bytes, backward=backward)
+        if not isinstance(self.layout, HeadLayout):
+            return tuple(hops)
+        number, wide = (sizes.batch * x for x in (sizes.head_dim * sizes.number_bytes, sizes.wide_bytes))
+        q, k, v = ("q", sizes.heads, number), ("k", sizes.kv_heads, number), ("v", sizes.kv_heads, number)
+        out, lse = ("out", sizes.heads, number), ("lse", sizes.heads, wide)
+        before, after = [q, k, v], [out, lse]
+        if backward:
+            before = [("grad of out", *out[1:]), ("grad of lse", *lse[1:]), q, k, v, out, lse]
+            summed = number if count <= sizes.kv_heads else sizes.head_dim * wide  # replicated heads are summed
+            after = [q, ("k", sizes.kv_heads, summed), ("v", sizes.kv_heads, summed)]
+        exchanged = [exchange_batch(self.layout, rank, before, to_heads=True)]
+        returned = [exchange_batch(self.layout, rank, [each], to_heads=False) for each in after]
+        return (*exchanged, *hops, *returned)
+
+    def check(self) -> Proof:
+        """Prove that the ring cannot hang: in a forward and a backward pass, the messages of all ranks pair up.
+
+        Sends and receives between two ranks match in order and size, and no rank waits in a cycle, even where a batch
+        completes only as a whole, as in NCCL. Raises PlanError otherwise. Plans every rank.
+
+        >>> import ringspan as rs
+        >>> rs.plan(rs.Full(), 4096, ring_size=4, layout="contiguous").check().messages
+        36
+        """
+        size = self.layout.ring_size
+        return pair_up([[*self.batches(rank), *self.batches(rank, backward=True)] for rank in range(size)])
 
     def work(self, rank: int) -> int:
         """The number of (query, key) pairs that a rank computes, over all query heads of one batch element."""

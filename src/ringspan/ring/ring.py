@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -60,6 +60,7 @@ class Ring:
             )
         ring_routing(routing, self.head_ranks)
         self.layout, self.routing = layout, routing
+        self._used: WeakSet[dist.ProcessGroup] = WeakSet()  # the group, once all ranks have used it together
         self.counters = Counters()
         self.name = register_ring(self)
 
@@ -196,7 +197,8 @@ class Ring:
     def shard(
         self, layout: Layout, tensors: Sequence[tuple[Tensor | None, int | None]]
     ) -> list[tuple[int, Transport, list[Any]]]:
-        transport = GroupTransport(self.group, self.rank, self.size, self.counters)
+        device = next(x.device for x, _ in tensors if x is not None)
+        transport = GroupTransport(self.group, self.rank, self.size, self.counters, device, self._used)
         return [(self.rank, traced(transport), [x for x, _ in tensors])]
 
     def unshard(self, layout: Layout, parts: list[Tensor], dim: int) -> Tensor:
@@ -216,8 +218,10 @@ class Ring:
         mine |= {"head_ranks": self.head_ranks, **metadata()}
         if lengths:
             mine.setdefault("lengths", digest(str(lengths)))
+        group = self.group
         with recorded(self.counters.recorder, "agreement"):
-            by_rank = exchange_metadata(mine, self.group, like.device)
+            by_rank = exchange_metadata(mine, group, like.device)
+        self._used.add(group)
         check_agreement(by_rank)
         held = [each["rows"] for each in by_rank]
         layout = self.layout_of(sum(held), lengths)
@@ -269,8 +273,9 @@ _NOT_A_MEMBER = "this process is not a member of the group: create the ring on i
 def _shared_group(group: Group) -> tuple[Group | ref[dist.ProcessGroup], int]:
     """A group of all ranks that share the sequence, and how many of them are head ranks.
 
-    Creates a group for a 2-D mesh that is only a part of the world: a collective of the ranks of this mesh. torch keeps
-    the group until `destroy_process_group`, so the ring needs only a weak reference.
+    Creates a group for a 2-D mesh that is only a part of the world: a collective of the ranks of this mesh or, with
+    NCCL and a bound device, of the world, whose communicator torch then splits. torch keeps the group until
+    `destroy_process_group`, so the ring needs only a weak reference.
     """
     if not isinstance(group, DeviceMesh) or group.ndim == 1:
         return group, 1

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -144,7 +145,8 @@ def _of_first_rank(own: Barriers, group: dist.ProcessGroup) -> Barriers:
 def _parts(text: str, group: dist.ProcessGroup) -> Iterator[str]:
     """On rank 0, the texts of all ranks, one at a time; other ranks send theirs and get nothing. A collective."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    transport, device = GroupTransport(group, rank, size, Counters()), _device(group)
+    device = _device(group)
+    transport = GroupTransport(group, rank, size, Counters(), device, WeakSet([group]))  # used: for barriers
 
     def move(peer: int, buffer: Tensor) -> Tensor:
         message = [(peer, buffer)]

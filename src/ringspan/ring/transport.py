@@ -10,7 +10,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
+from weakref import WeakSet
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -54,6 +56,8 @@ class Wait:
 @dataclass
 class Counters:
     """What a rank sent and received, how long it waited, and how much memory it held.
+
+    ``waiting_seconds`` is time of the host, which on NCCL hardly waits: there, use a profiler.
 
     ``peak_parcel_bytes`` is the peak of parcel buffers. ``peak_bytes`` also counts the rank's rows of every tensor, the
     accumulators, and the results of kernel calls, each for as long as a call holds it.
@@ -106,16 +110,37 @@ class Counters:
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
 
+def create_communicator(group: dist.ProcessGroup, device: torch.device) -> None:
+    """The first use of a group: one all-reduce of a number.
+
+    NCCL creates a group's communicator when the group is first used, and waits for all of its ranks. A hop may concern
+    only some of them, and would hang.
+    """
+    try:
+        dist.all_reduce(torch.zeros(1, dtype=torch.int32, device=device), group=group)
+    except RuntimeError as error:
+        raise RingError(f"the all-reduce before the first messages failed: a rank is gone or stuck: {error}") from error
+
+
 @dataclass(frozen=True)
 class GroupTransport:
-    """Point-to-point messages over a process group. Errors name the lost peer."""
+    """Point-to-point messages over a process group. Errors name the lost peer.
+
+    ``used`` holds the group once all of its ranks have used it together. Until then, the first `send_receive` of a
+    rank, even an empty one, calls `create_communicator`.
+    """
 
     group: dist.ProcessGroup
     rank: int
     size: int
     counters: Counters
+    device: torch.device
+    used: WeakSet[dist.ProcessGroup]
 
     def send_receive(self, sends: Messages, receives: Messages, label: str) -> GroupWork:
+        if self.group not in self.used:
+            create_communicator(self.group, self.device)
+            self.used.add(self.group)
         self.counters.count(sends, receives)
         self.counters.posted = label
         operations = [
@@ -140,7 +165,11 @@ class GroupTransport:
 
 @dataclass(frozen=True)
 class GroupWork:
-    """A hop's messages over a process group."""
+    """A hop's messages over a process group.
+
+    Callers keep the buffers referenced and unchanged until `wait`. With NCCL, `wait` orders the current stream after
+    the transfer and returns; what later reuses their memory is queued on that stream (docs/nccl.md).
+    """
 
     transport: GroupTransport
     works: list[dist.Work]

@@ -16,6 +16,7 @@ from ringspan.geometry import Documents, Pattern, WindowBranch
 from ringspan.layout import AnyLayout, Layout
 from ringspan.planning import CPU_COSTS, RankMemory, RingPlan, Routing, TensorSizes, check_routing
 from ringspan.planning.breakeven import ASSUMED_RATES, FORWARD_FLOPS, BreakEven, DeviceRates, LayoutAdvice
+from ringspan.planning.proof import Proof
 from ringspan.tools.pages import Rows, Table
 
 NUMBER_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -57,6 +58,11 @@ class LayoutCosts:
     @property
     def is_whole(self) -> bool:
         return len(self.ranks) == self.plan.layout.ring_size
+
+    @property
+    def proof(self) -> Proof | None:
+        """The check of the messages of all ranks; None if only some ranks were planned."""
+        return self.plan.check() if self.is_whole else None
 
     @property
     def busiest(self) -> RankCosts:
@@ -265,6 +271,7 @@ def as_document(
             str(name): {
                 "covers_all_ranks": cost.is_whole,
                 "reach": asdict(cost.plan.reach),
+                "messages": asdict(proof) if (proof := cost.proof) else None,
                 "ranks": [asdict(rank) for rank in cost.ranks],
             }
             for name, cost in costs.items()
