@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import ringspan as rs
-from ringspan import engine
 from ringspan.ring import recorder, trace
 from ringspan.ring.trace import Clock
 from tests.exactness import inputs
@@ -47,21 +46,6 @@ def test_spans_match_the_plan(layout: rs.LayoutName, routing: rs.Routing, causal
         assert held[-1] == 0
         (*_, last) = (e["args"] for e in found.events if e["pid"] == rank and e["name"] == "bytes in flight")
         assert last == {"sends": 0, "receives": 0}
-
-
-def test_tiles_that_take_turns_have_all_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "CACHE_BYTES", 2**10)
-    ring, pattern = rs.SimulatedRing(2, "contiguous"), rs.Dilated((8, 8), (1, 2))
-    q, k, v = inputs(1, 400, 2, 1, 4)
-    with ring.trace(tmp_path / "trace.json"), torch.no_grad():
-        rs.attention(q, k, v, pattern=pattern, causal=True, ring=ring, optimize="none")
-    found = read_trace(tmp_path / "trace.json")
-    shape = dict(heads=2, head_dim=4, optimize="none")
-    plan = rs.plan(pattern, 400, ring_size=2, layout="contiguous", causal=True, **shape)  # type: ignore[arg-type]
-    for rank in range(2):
-        tiles = found.spans(rank, "compute", "tile ")
-        assert len(tiles) > len(plan.rank(rank).tiles)
-        assert sum(e["args"]["pairs"] for e in tiles) == plan.rank(rank).pairs
 
 
 def test_head_ranks_are_lanes_of_their_own(tmp_path: Path) -> None:
