@@ -50,6 +50,12 @@ def test_the_sentence() -> None:
     assert "36 messages of 4 ranks in 36 batches, at most 2 in one" in str(proof)
 
 
+@pytest.mark.slow
+def test_batches_over_many_ranks_are_small() -> None:
+    """NCCL may cut batches of hundreds of messages differently on two ranks."""
+    assert rs.plan(rs.Dilated.spanning(2**20), 2**20, ring_size=64, causal=True).check().largest == 12
+
+
 def plan_of_three() -> list[list[MessageBatch]]:
     plan = rs.plan(rs.Dilated((20, 36), (1, 2)), 36, ring_size=3, layout="contiguous")
     return [list(plan.batches(rank)) for rank in range(3)]
