@@ -39,7 +39,7 @@ _BURST_SECONDS = 0.001  # sent at once: covers the granularity of timers
 _SMALLEST_BURST = 2**16  # bytes, a packet as TCP hands it to the interface
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
-# As the first process of a host. Reno is the one congestion control that every kernel allows in a namespace. The process
+# As the first process of a host. Reno is the congestion control that every kernel allows in a namespace. The process
 # ignores SIGCHLD, so that the kernel reaps orphans.
 _FIRST_PROCESS = """
 set -e
@@ -57,7 +57,7 @@ exec cat
 """
 
 
-class TestBedError(RuntimeError):
+class HostError(RuntimeError):
     """The test bed cannot be made here, or a command in it failed."""
 
 
@@ -100,11 +100,11 @@ class Host:
         )
 
     def run(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
-        """Run a command and return its stdout. Raises TestBedError if it fails."""
+        """Run a command and return its stdout. Raises HostError if it fails."""
         process = self.start(command, environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         output, errors = process.communicate()
         if process.returncode:
-            raise TestBedError(f"{self.name}: {' '.join(command)} exited with {process.returncode}:\n{errors[-4000:]}")
+            raise HostError(f"{self.name}: {' '.join(command)} exited with {process.returncode}:\n{errors[-4000:]}")
         return output
 
     def traffic(self) -> Traffic:
@@ -140,14 +140,8 @@ class Host:
     def processes(self) -> list[psutil.Process]:
         """The processes of the host, without the first one."""
         namespace = os.readlink(f"/proc/{self._first.pid}/ns/pid")
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.pid != self._first.pid and os.readlink(f"/proc/{process.pid}/ns/pid") == namespace:
-                    found.append(process)
-            except OSError:  # it has ended
-                continue
-        return found
+        others = [process for process in psutil.process_iter() if process.pid != self._first.pid]
+        return [process for process in others if _namespace(process) == namespace]
 
 
 class TestBed:
@@ -168,11 +162,12 @@ class TestBed:
             raise ValueError(f"hosts={hosts}: must be 1 to {len(string.ascii_lowercase)}")
         parse_rate(rate)
         if missing := why_not():
-            raise TestBedError(missing)
+            raise HostError(missing)
         names = [f"host-{letter}" for letter in string.ascii_lowercase[:hosts]]
         addresses = [f"10.0.0.{i + 1}" for i in range(hosts)]
         lines = ["127.0.0.1 localhost", *(f"{address} {name}" for address, name in zip(addresses, names, strict=True))]
         self.hosts: list[Host] = []
+        self._jobs: list[Job] = []
         with ExitStack() as stack:
             switch = stack.enter_context(_FirstProcess("switch", "\n".join(lines)))
             switch.configure("ip", "link", "add", "switch", "up", "type", "bridge", "mcast_snooping", "0")
@@ -190,8 +185,7 @@ class TestBed:
 
     def run(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> list[str]:
         """Run a command on every host at the same time and return the stdout of each."""
-        job = Job(self.hosts, list(command), dict(environment or {}), is_captured=True)
-        return job.wait()
+        return self._start(list(command), dict(environment or {})).wait()
 
     def torchrun(
         self,
@@ -213,11 +207,17 @@ class TestBed:
         sizes = [f"--nnodes={len(self.hosts)}", f"--nproc-per-node={ranks_per_host}", f"--max-restarts={restarts}"]
         command = [sys.executable, "-m", "torch.distributed.run", *sizes, *rendezvous, *program]
         own = {"GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"}
-        return Job(self.hosts, command, {**own, **(environment or {})}, is_captured)
+        return self._start(command, {**own, **(environment or {})}, is_captured)
+
+    def _start(self, command: list[str], environment: dict[str, str], is_captured: bool = True) -> Job:
+        self._jobs.append(Job(self.hosts, command, environment, is_captured))
+        return self._jobs[-1]
 
     def close(self) -> None:
         """End all processes and remove all hosts. May be repeated."""
         self._stack.close()
+        for job in self._jobs:
+            job.close()
 
     def __enter__(self) -> TestBed:
         return self
@@ -231,9 +231,7 @@ class Job:
 
     def __init__(self, hosts: list[Host], command: list[str], environment: dict[str, str], is_captured: bool) -> None:
         self.hosts, self.command, self.environment = hosts, command, environment
-        # Without names, so that nothing remains if this process is killed.
-        self._files = [(tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")) if is_captured else (None, None)
-                       for _ in hosts]  # fmt: skip
+        self._files = [(_nameless_file(), _nameless_file()) if is_captured else (None, None) for _ in hosts]
         self.processes = [self._start(host) for host in hosts]
 
     def _start(self, host: Host) -> subprocess.Popen[str]:
@@ -243,7 +241,7 @@ class Job:
     def restart(self, host: Host) -> None:
         """Start the command again on a host where it has ended, as a cluster manager does. Output is appended."""
         if self.processes[host.number].poll() is None:
-            raise TestBedError(f"{host.name}: the command still runs: wait for it, or host.kill() first")
+            raise HostError(f"{host.name}: the command still runs: wait for it, or host.kill() first")
         self.processes[host.number] = self._start(host)
 
     def output(self, host: Host) -> str:
@@ -261,16 +259,24 @@ class Job:
     def wait(self, timeout: float = 600.0) -> list[str]:
         """Wait for the end on all hosts and return the stdout of each.
 
-        Raises TestBedError if the command fails on any host, or if it takes longer than ``timeout`` seconds.
+        Raises HostError if the command fails on any host, or if it takes longer than ``timeout`` seconds.
         """
         deadline = time.monotonic() + timeout
         while None in (status := self.poll()):
             if time.monotonic() > deadline:
-                raise TestBedError(f"still running after {timeout:g} s: {self._report(status)}")
+                raise HostError(f"still running after {timeout:g} s: {self._report(status)}")
             time.sleep(0.01)
         if any(status):
-            raise TestBedError(f"failed: {self._report(status)}")
+            raise HostError(f"failed: {self._report(status)}")
         return [self.output(host) for host in self.hosts]
+
+    def close(self) -> None:
+        """Wait for all processes, which have ended with their hosts, and forget their output."""
+        for process, files in zip(self.processes, self._files, strict=True):
+            process.wait()
+            for file in files:
+                if file is not None:
+                    file.close()
 
     def _report(self, status: list[int | None]) -> str:
         states = [f"{host.name}: {'running' if s is None else f'exit status {s}'}\n{self.errors(host)[-4000:]}"
@@ -293,15 +299,16 @@ class _FirstProcess:
         )
         assert self._process.stdout is not None
         if self._process.stdout.readline() != "ready\n":
-            raise TestBedError(f"{host_name} cannot be made: {self._process.communicate()[1].strip()}")
+            raise HostError(f"{host_name} cannot be made: {self._process.communicate()[1].strip()}")
         (first,) = psutil.Process(self._process.pid).children()
         self.pid = first.pid
 
     def configure(self, *command: str) -> None:
         """Run a command of iproute2 in the network of this process."""
-        done = subprocess.run(["nsenter", f"--target={self.pid}", "--net", *command], capture_output=True, text=True)
+        entered = ["nsenter", f"--target={self.pid}", "--net", *command]
+        done = subprocess.run(entered, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise TestBedError(f"{' '.join(command)}: {done.stderr.strip()}")
+            raise HostError(f"{' '.join(command)}: {done.stderr.strip()}")
 
     def __enter__(self) -> _FirstProcess:
         return self
@@ -339,9 +346,21 @@ def read_traffic(counters: Path = Path("/proc/net/dev")) -> Traffic:
     return Traffic(sent, received)
 
 
+def _namespace(process: psutil.Process) -> str:
+    try:
+        return os.readlink(f"/proc/{process.pid}/ns/pid")
+    except OSError:  # it has ended
+        return ""
+
+
+def _nameless_file() -> IO[str]:
+    """A file that is gone when this process ends, however it dies."""
+    return tempfile.TemporaryFile("w+")
+
+
 def _read(file: IO[str] | None) -> str:
     if file is None:
-        raise TestBedError("the output was printed, not kept: start the job with is_captured=True")
+        raise HostError("the output was printed, not kept: start the job with is_captured=True")
     size = os.fstat(file.fileno()).st_size
     return os.pread(file.fileno(), size, 0).decode(errors="replace")  # leaves the writers' position alone
 
@@ -365,7 +384,7 @@ def main() -> None:
                 return
             restarts = arguments.max_restarts
             bed.torchrun(arguments.ranks, *arguments.command, restarts=restarts, is_captured=False).wait(float("inf"))
-    except (TestBedError, ValueError) as error:
+    except (HostError, ValueError) as error:
         sys.exit(str(error))
 
 

@@ -7,6 +7,7 @@ import datetime
 import json
 import os
 import socket
+import sys
 
 import torch
 import torch.distributed as dist
@@ -50,5 +51,5 @@ if __name__ == "__main__":
     check_exactness(ring)
     found = bytes_across(ring, int(os.environ["LOCAL_WORLD_SIZE"]))
     if os.environ["LOCAL_RANK"] == "0":
-        print(json.dumps(found))
+        sys.stdout.write(f"{json.dumps(found)}\n")
     dist.destroy_process_group()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
-from benchmarks.hosts import Host, TestBed, TestBedError, parse_rate, why_not
+from benchmarks.hosts import Host, TestBed, HostError, parse_rate, why_not
 from benchmarks.suite import ROOT
 from tests.ranks import starts_processes
 
@@ -69,6 +69,13 @@ def reaches(host: Host, other: Host) -> bool:
     return host.run(python(REACH, other.name, "0.5")) == "reached\n"
 
 
+def network_of(process: psutil.Process) -> str:
+    try:
+        return os.readlink(f"/proc/{process.pid}/ns/net")
+    except OSError:  # it has ended
+        return ""
+
+
 def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 20
     while not condition():
@@ -87,9 +94,9 @@ def test_each_host_has_its_own_name_address_processes_and_working_directory(bed:
 
 
 def test_a_failed_command_is_reported_with_its_host_and_its_errors(bed: TestBed) -> None:
-    with pytest.raises(TestBedError, match="host-b: sh -c .* exited with 7:\noh"):
+    with pytest.raises(HostError, match=r"host-b: sh -c .* exited with 7:\noh"):
         bed.hosts[1].run(["sh", "-c", "echo oh >&2; exit 7"])
-    with pytest.raises(TestBedError, match="host-c: exit status 7\noh"):
+    with pytest.raises(HostError, match=r"host-c: exit status 7\noh"):
         bed.run(["sh", "-c", "echo oh >&2; test $(hostname) != host-c || exit 7"])
 
 
@@ -151,22 +158,12 @@ def test_nothing_remains_after_the_test_bed_is_killed() -> None:
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert process.stdout is not None
     firsts = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
-    namespaces = {os.readlink(f"/proc/{first.pid}/ns/net") for first in firsts}
-    assert len(namespaces - {os.readlink("/proc/self/ns/net")}) == 3
+    namespaces = set(map(network_of, firsts))
+    assert len(namespaces - {network_of(psutil.Process())}) == 3
     process.kill()
     process.communicate()
 
-    def users() -> list[psutil.Process]:
-        found = []
-        for each in psutil.process_iter():
-            try:
-                if os.readlink(f"/proc/{each.pid}/ns/net") in namespaces:
-                    found.append(each)
-            except OSError:
-                continue
-        return found
-
-    wait_until(lambda: not users())
+    wait_until(lambda: not namespaces & set(map(network_of, psutil.process_iter())))
     assert not any(first.is_running() for first in firsts)
 
 
@@ -176,7 +173,7 @@ def test_refusals_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="rate='fast': must be"):
         TestBed(rate="fast")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(TestBedError, match="run as root"):
+    with pytest.raises(HostError, match="run as root"):
         TestBed()
 
 
