@@ -231,6 +231,7 @@ class Job:
 
     def __init__(self, hosts: list[Host], command: list[str], environment: dict[str, str], is_captured: bool) -> None:
         self.hosts, self.command, self.environment = hosts, command, environment
+        self._files: list[tuple[IO[str] | None, IO[str] | None]]
         self._files = [(_nameless_file(), _nameless_file()) if is_captured else (None, None) for _ in hosts]
         self.processes = [self._start(host) for host in hosts]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterable, Sequence
 from typing import Any
 from weakref import ref
@@ -35,7 +36,9 @@ class Ring:
         min_size: a smaller group is an error, so that nothing runs on one device by accident. Pass ``min_size=1`` to
             allow a single process.
 
-    ``counters`` counts what was sent and received; `reset_counters` sets it to zero.
+    ``counters`` counts what was sent and received; `reset_counters` sets it to zero. ``hosts`` are the host names of
+    the ranks, for errors. They are known after the first call without ``seq_len``; a program whose calls all pass
+    ``seq_len`` may set them.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class Ring:
             )
         ring_routing(routing, self.head_ranks)
         self.layout, self.routing = layout, routing
+        self.hosts: tuple[str, ...] = ()
         self.reset_counters()
         self.name = register_ring(self)
 
@@ -180,7 +184,7 @@ class Ring:
     def shard(
         self, layout: Layout, tensors: Sequence[tuple[Tensor | None, int | None]]
     ) -> list[tuple[int, Transport, list[Any]]]:
-        transport = GroupTransport(self.group, self.rank, self.size, self.counters)
+        transport = GroupTransport(self.group, self.rank, self.size, self.counters, self.hosts)
         return [(self.rank, transport, [x for x, _ in tensors])]
 
     def unshard(self, layout: Layout, parts: list[Tensor], dim: int) -> Tensor:
@@ -197,11 +201,12 @@ class Ring:
 
     def _agree_on_rows(self, rows: int, metadata: Metadata, like: Tensor, lengths: tuple[int, ...]) -> Layout:
         mine = {"rows": rows, "layout": digest(str(self.layout)), "routing": str(self.routing)}
-        mine |= {"head_ranks": self.head_ranks, **metadata()}
+        mine |= {"head_ranks": self.head_ranks, "host": socket.gethostname(), **metadata()}
         if lengths:
             mine.setdefault("lengths", digest(str(lengths)))
         by_rank = exchange_metadata(mine, self.group, like.device)
         check_agreement(by_rank)
+        self.hosts = tuple(each["host"] for each in by_rank)
         held = [each["rows"] for each in by_rank]
         layout = self.layout_of(sum(held), lengths)
         wanted = [layout.rows_of(rank) for rank in range(self.size)]
