@@ -258,7 +258,7 @@ class Job:
         return [process.poll() for process in self.processes]
 
     def wait(self, timeout: float = 600.0) -> list[str]:
-        """Wait for the end on all hosts and return the stdout of each.
+        """Wait for the end on all hosts and return the stdout of each, if it was captured.
 
         Raises HostError if the command fails on any host, or if it takes longer than ``timeout`` seconds.
         """
@@ -269,7 +269,7 @@ class Job:
             time.sleep(0.01)
         if any(status):
             raise HostError(f"failed: {self._report(status)}")
-        return [self.output(host) for host in self.hosts]
+        return [self.output(host) for host in self.hosts if self._files[host.number][0] is not None]
 
     def close(self) -> None:
         """Wait for all processes, which have ended with their hosts, and forget their output."""

@@ -1,17 +1,14 @@
-"""The ranks of a start agree on a part of the store that no earlier start has written to, and form rings."""
+"""The ranks of a start agree on a part of the store that no earlier start has written to."""
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from ringspan.runtime.settings import RunError
-from ringspan.train.config import TrainSettings
-from ringspan.train.distributed import agree_on_start, init_distributed
-from tests.ranks import on_ranks
+from ringspan.train.distributed import agree_on_start
 
 
 def starts(store: dist.Store, order: tuple[int, ...]) -> set[str]:
@@ -32,14 +29,3 @@ def test_missing_ranks_are_named() -> None:
     starts(store, (0, 1, 2))  # leftovers of an earlier start do not count
     with pytest.raises(RunError, match=r"ranks \[1, 2\] did not join"):
         agree_on_start(store, 0, 3, 0.2)
-
-
-@on_ranks(4)
-def test_consecutive_ranks_form_rings_with_the_timeout_of_the_settings() -> None:
-    context = init_distributed(TrainSettings(ring=2, timeout=77.0))
-    rank, group = dist.get_rank(), context.ring.group
-    assert dist.get_process_group_ranks(group) == [rank // 2 * 2, rank // 2 * 2 + 1]
-    assert (context.data_rank, context.data_size) == (rank // 2, 2)
-    assert group._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 77
-    assert len(context.ring.hosts) == 2
-    context.peers.close()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
-from benchmarks.hosts import Host, TestBed, HostError, parse_rate, why_not
+from benchmarks.hosts import Host, HostError, TestBed, parse_rate, why_not
 from benchmarks.suite import ROOT
 from tests.ranks import starts_processes
 
@@ -177,7 +177,7 @@ def test_refusals_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
         TestBed()
 
 
-@pytest.mark.parametrize("ranks_per_host", [1, 2])
+@pytest.mark.parametrize("ranks_per_host", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_ring_over_hosts_is_exact_and_sends_the_planned_bytes_between_them(ranks_per_host: int) -> None:
     with TestBed(hosts=2, rate="1gbit") as bed:
         outputs = bed.torchrun(ranks_per_host, "-m", "tests.tools.bench.ring_on_hosts").wait()
