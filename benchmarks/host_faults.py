@@ -2,7 +2,7 @@
 
 Every run is `ringspan train` under torchrun in a test bed of hosts (`benchmarks.hosts`). Where a host's torchrun has
 died, the suite starts it again, as systemd or Slurm do. The suite fails unless every run ends with the same losses and
-weights as the undisturbed one, bit for bit, and every rank of the other host names the lost ranks in time.
+weights as the undisturbed one, bit for bit, and the other host names the lost ranks in time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ringspan.train.lost import ANSWER_SECONDS
 from ringspan.train.metrics import METRICS, read_metrics
 
 HOSTS, RANKS_PER_HOST = 2, 2
-STEPS, TIMEOUT = 40, 8
+STEPS, TIMEOUT = 24, 8
 RESTARTS = 8
 RESTART_SECONDS = 1.0  # until a dead torchrun is started again
 LONGEST_SECONDS = 400  # for a run, including restarts on a busy machine
@@ -127,7 +127,7 @@ class HostsRun:
             "seconds": seconds,
             "detected": [when for when, _ in said.values()],
             "said": sorted({f"rank {rank}: {text}" for rank, (_, text) in said.items()}),
-            "named": len(named) == RANKS_PER_HOST and all(named),
+            "named": bool(named) and all(named),
             "restarts": self.job.output(self.bed.hosts[0]).count(" parameters, ") - 1,
             "commands": self.commands - 1,
             "lost": lost_steps([line["number"] for line in read_journal(self.out / METRICS) if "number" in line]),
@@ -158,16 +158,13 @@ def undisturbed(folder: Path) -> tuple[float, tuple[list[float], bytes]]:
 
 def one(folder: Path, kind: str, chance: random.Random) -> dict[str, Any]:
     """A run with one fault on one of the hosts, compared with the undisturbed run."""
-    wanted_losses, wanted_weights = undisturbed(folder)[1]
+    longest_step, (wanted_losses, wanted_weights) = undisturbed(folder)
     with TestBed(HOSTS, "1gbit") as bed:
         run = HostsRun(bed, folder / f"{kind}{time.monotonic_ns()}")
         found = run.disturb(kind, chance.choice(bed.hosts), chance)
         losses, weights = run.outcome()
-    return {**found, "same_losses": losses == wanted_losses, "same_weights": weights == wanted_weights}
-
-
-def setup(measuring: Measuring) -> dict[str, float]:
-    return {"longest_step": undisturbed(measuring.folder)[0]}
+    same = {"same_losses": losses == wanted_losses, "same_weights": weights == wanted_weights}
+    return {**found, **same, "longest_step": longest_step}
 
 
 def faults(measuring: Measuring) -> None:
@@ -177,37 +174,39 @@ def faults(measuring: Measuring) -> None:
     measuring.each(names, lambda name: one(measuring.folder, name.split()[0], random.Random(f"{seed} {name}")))
 
 
-def in_time(row: dict[str, Any], longest_step: float) -> bool:
-    """Whether all ranks of the other host named the lost ranks in time, or had no reason to.
+def in_time(row: dict[str, Any]) -> bool:
+    """Whether the other host named the lost ranks in time, or had no reason to.
 
     A transfer that starts just after the fault times out later: by the rest of a step at most. Then the other ranks
-    have a moment to answer.
+    have a moment to answer. torchrun stops all ranks of a host when the first one exits, so one that only waits for
+    another rank of its host may have no time to report.
     """
     if not FAULTS[row["kind"]].is_noticed:
         return bool(not row["said"])
-    return bool(row["named"] and max(row["detected"]) <= TIMEOUT + longest_step + ANSWER_SECONDS)
+    return bool(row["named"] and max(row["detected"]) <= TIMEOUT + row["longest_step"] + ANSWER_SECONDS)
 
 
 def broken(results: Results) -> str:
     rows = results["faults"].values()
     if not all(row["same_losses"] and row["same_weights"] for row in rows):
         return "Not every run ended like the undisturbed one."
-    if not all(in_time(row, results["setup"]["longest_step"]) for row in rows):
+    if not all(map(in_time, rows)):
         return "Not every lost host was named in time."
     return ""
 
 
 def report(results: Results) -> Page:
-    rows, longest_step = list(results["faults"].values()), results["setup"]["longest_step"]
+    rows = list(results["faults"].values())
+    longest_step = max(row["longest_step"] for row in rows)
     same = sum(row["same_losses"] and row["same_weights"] for row in rows)
     noticed = [row for row in rows if FAULTS[row["kind"]].is_noticed]
-    timely = sum(in_time(row, longest_step) for row in noticed)
+    timely = sum(in_time(row) for row in noticed)
     sentence = (
         f"Runs of {STEPS} steps on {HOSTS} hosts with {RANKS_PER_HOST} ranks each, with a checkpoint every "
         f"{SAVE_EVERY} steps and a timeout of {TIMEOUT} s. Of {len(rows)} runs in which a host failed at a random "
         f"moment, **{same}** ended with the same loss at every step and the same weights, bit for bit, as an "
-        f"undisturbed run. In {timely} of the {len(noticed)} runs that lost a host for longer than the timeout, every "
-        "rank of the other host named the lost ranks and their host within the timeout, the rest of a step (at most "
+        f"undisturbed run. In {timely} of the {len(noticed)} runs that lost a host for longer than the timeout, the "
+        "other host named the lost ranks and their host within the timeout, the rest of a step (at most "
         f"{longest_step:.1f} s) and the {ANSWER_SECONDS:g} s that other ranks have to answer."
     )
     cells: Rows = [["host", "what happens", "for", "after step", "named after", "restarts by torchrun",
@@ -236,7 +235,7 @@ def report(results: Results) -> Page:
 
 SUITE = Suite(
     "docs/faults.md",
-    {"setup": setup, "faults": faults},
+    {"faults": faults},
     report,
     marker="benchmarks.host_faults",
     broken=broken,

@@ -135,7 +135,8 @@ class Host:
 
     def kill(self) -> None:
         """Kill all processes of the host at once, with SIGKILL. New ones can be started."""
-        self.start(["sh", "-c", "kill -9 -1"]).wait()  # all but the caller and the first process
+        kill = "kill -9 -1"  # all but the caller and the first process
+        self.start(["sh", "-c", kill], stderr=subprocess.DEVNULL).wait()  # which complains if there are none
 
     def processes(self) -> list[psutil.Process]:
         """The processes of the host, without the first one."""
