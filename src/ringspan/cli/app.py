@@ -34,6 +34,7 @@ COMMANDS = {
 }
 INTERRUPTED = 130  # exit status after Ctrl-C, by the convention of shells
 _HEAD_START = 20.0  # seconds that another rank waits, so that rank 0 reports first
+_LAST_WORDS = 3.0  # seconds in which all ranks of a host report a lost rank, before torchrun stops them
 # click's UsageError; newer versions of typer bundle click.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
@@ -106,7 +107,8 @@ def reported() -> Iterator[None]:
     """Report interrupts and expected errors in the block as one sentence on stderr; bugs keep their traceback.
 
     Under torchrun rank 0 reports. Most errors occur on all ranks, and torchrun stops the others as soon as rank 0 has
-    exited. A rank that still runs after a while has failed alone, and reports its own error.
+    exited. A rank that still runs after a while has failed alone, and reports its own error. A RingError that
+    starts with a rank is what this rank has observed, such as a lost rank: each rank reports it at once.
     """
     try:
         yield
@@ -121,9 +123,14 @@ def reported() -> Iterator[None]:
         sentence = _sentence(error)
         if sentence is None:
             raise
-        _wait_for_rank_0()
-        named = f"rank {_rank()}: {sentence}" if _is_launched() and not sentence.startswith("rank ") else sentence
+        names_rank = sentence.startswith("rank ")
+        is_own = names_rank and isinstance(error, rs.RingError)  # what this rank has observed
+        if not is_own:
+            _wait_for_rank_0()
+        named = f"rank {_rank()}: {sentence}" if _is_launched() and not names_rank else sentence
         typer.secho(named, fg="red", err=True)
+        if is_own and _is_launched():
+            time.sleep(_LAST_WORDS)
         raise typer.Exit(1) from None
 
 

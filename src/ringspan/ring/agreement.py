@@ -1,8 +1,8 @@
 """Agreement: one small all-gather, from which ranks learn the sequence length and check that they make the same call.
 
 Metadata is JSON in a fixed number of bytes: nothing is unpickled, and every rank reads the same values, so either every
-rank raises the same error or none does. Ranks must agree on everything but ``OWN``: how many rows each holds, and a
-fingerprint of these rows, which must not be the same on all ranks.
+rank raises the same error or none does. Ranks must agree on everything but ``OWN``: how many rows each holds, a
+fingerprint of these rows, which must not be the same on all ranks, and the name of the host, for errors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ringspan.ring.transport import RingError
 from ringspan.runtime.collectives import all_gather_json
 
 _METADATA_BYTES = 2048  # of a call with the longest texts of pattern, order, lengths and sinks
-OWN = ("rows", "fingerprint")
+OWN = ("rows", "fingerprint", "host")
 
 
 def exchange_metadata(metadata: dict[str, Any], group: dist.ProcessGroup, device: torch.device) -> list[dict[str, Any]]:

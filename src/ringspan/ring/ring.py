@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,7 +40,9 @@ class Ring:
         min_size: a smaller group is an error, so that nothing runs on one device by accident. Pass ``min_size=1`` to
             allow a single process.
 
-    ``counters`` counts what was sent and received; `reset_counters` sets it to zero.
+    ``counters`` counts what was sent and received; `reset_counters` sets it to zero. ``hosts`` are the host names of
+    the ranks, for errors. They are known after the first call without ``seq_len``; a program whose calls all pass
+    ``seq_len`` may set them.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class Ring:
         ring_routing(routing, self.head_ranks)
         self.layout, self.routing = layout, routing
         self._used: WeakSet[dist.ProcessGroup] = WeakSet()  # the group, once all ranks have used it together
+        self.hosts: tuple[str, ...] = ()
         self.counters = Counters()
         self.name = register_ring(self)
 
@@ -198,7 +202,7 @@ class Ring:
         self, layout: Layout, tensors: Sequence[tuple[Tensor | None, int | None]]
     ) -> list[tuple[int, Transport, list[Any]]]:
         device = next(x.device for x, _ in tensors if x is not None)
-        transport = GroupTransport(self.group, self.rank, self.size, self.counters, device, self._used)
+        transport = GroupTransport(self.group, self.rank, self.size, self.counters, device, self._used, self.hosts)
         return [(self.rank, traced(transport), [x for x, _ in tensors])]
 
     def unshard(self, layout: Layout, parts: list[Tensor], dim: int) -> Tensor:
@@ -215,7 +219,7 @@ class Ring:
 
     def _agree_on_rows(self, rows: int, metadata: Metadata, like: Tensor, lengths: tuple[int, ...]) -> Layout:
         mine = {"rows": rows, "layout": digest(str(self.layout)), "routing": str(self.routing)}
-        mine |= {"head_ranks": self.head_ranks, **metadata()}
+        mine |= {"head_ranks": self.head_ranks, "host": socket.gethostname(), **metadata()}
         if lengths:
             mine.setdefault("lengths", digest(str(lengths)))
         group = self.group
@@ -223,6 +227,7 @@ class Ring:
             by_rank = exchange_metadata(mine, group, like.device)
         self._used.add(group)
         check_agreement(by_rank)
+        self.hosts = tuple(each["host"] for each in by_rank)
         held = [each["rows"] for each in by_rank]
         layout = self.layout_of(sum(held), lengths)
         wanted = [layout.rows_of(rank) for rank in range(self.size)]

@@ -136,6 +136,7 @@ class GroupTransport:
     counters: Counters
     device: torch.device
     used: WeakSet[dist.ProcessGroup]
+    hosts: tuple[str, ...] = ()  # of each rank, for errors; empty if they are not known
 
     def send_receive(self, sends: Messages, receives: Messages, label: str) -> GroupWork:
         if self.group not in self.used:
@@ -156,10 +157,11 @@ class GroupTransport:
         return GroupWork(self, works, peers, label)
 
     def lost_peer(self, label: str, peers: list[tuple[str, int]], error: RuntimeError) -> RingError:
-        failed = ", ".join(f"{what} rank {peer}" for what, peer in peers)
+        on_host = [f" on {host}" for host in self.hosts] or [""] * self.size
+        failed = ", ".join(f"{what} rank {peer}{on_host[peer]}" for what, peer in peers)
         return RingError(
-            f"rank {self.rank} of {self.size}: {label}: {failed} failed: that rank exited, did not answer within the "
-            f"group's timeout, or waits for a rank that did not ({error})"
+            f"rank {self.rank} of {self.size}{on_host[self.rank]}: {label}: {failed} failed: that rank exited, did not "
+            f"answer within the group's timeout, or waits for a rank that did not ({error})"
         )
 
 

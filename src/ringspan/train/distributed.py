@@ -1,4 +1,4 @@
-"""The process group, device mesh and sharding of a run: `init_distributed` and `shard_model`.
+"""The process group, ring and sharding of a run: `init_distributed` and `shard_model`.
 
 torchrun keeps one store over all its restarts, and that store still holds the gloo addresses of dead ranks. A restarted
 rank that reads them waits for a peer that no longer exists. torchrun's restart count cannot tell the starts apart,
@@ -27,17 +27,18 @@ from ringspan.models import LongNet
 from ringspan.runtime.device import Device, local_device
 from ringspan.runtime.settings import RunError
 from ringspan.train.config import TrainSettings
+from ringspan.train.lost import Peers
 
 _POLL_SECONDS = 0.02  # while rank 0 waits for the other ranks
 
 
 @dataclass(frozen=True)
 class DistributedContext:
-    """This rank's device, its place in the mesh, and its ring."""
+    """This rank's device, its ring, and all ranks. Consecutive ranks form a ring."""
 
     device: Device
-    mesh: DeviceMesh  # data x ring
     ring: rs.Ring
+    peers: Peers
     owns_group: bool  # whether `init_distributed` created the process group
 
     @property
@@ -50,11 +51,11 @@ class DistributedContext:
 
     @property
     def data_rank(self) -> int:
-        return self.mesh.get_local_rank("data")
+        return self.rank // self.ring.size
 
     @property
     def data_size(self) -> int:
-        return self.mesh["data"].size()
+        return self.world_size // self.ring.size
 
     @property
     def is_main(self) -> bool:
@@ -62,7 +63,7 @@ class DistributedContext:
 
 
 def init_distributed(settings: TrainSettings) -> DistributedContext:
-    """Join the process group and create the mesh and the ring.
+    """Join the process group and create the ring.
 
     Uses the current process group if there is one; otherwise joins the group that torchrun started, or creates a group
     of one rank.
@@ -82,10 +83,23 @@ def init_distributed(settings: TrainSettings) -> DistributedContext:
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(device.backend, store=store, rank=0, world_size=1, **options)
     world = dist.get_world_size()
-    ring_size = settings.ring_size(world)
-    mesh = init_device_mesh(kind, (world // ring_size, ring_size), mesh_dim_names=("data", "ring"))
-    ring = rs.Ring(mesh["ring"], layout=settings.ring_layout(), min_size=1)
-    return DistributedContext(device, mesh, ring, owns_group)
+    mesh = _ring_mesh(settings.ring_size(world), world, kind, options["timeout"])
+    ring = rs.Ring(mesh, layout=settings.ring_layout(), min_size=1)
+    peers = Peers.meet(device.device)
+    ring.hosts = tuple(peers.hosts[rank] for rank in dist.get_process_group_ranks(ring.group))
+    return DistributedContext(device, ring, peers, owns_group)
+
+
+def _ring_mesh(ring_size: int, world: int, kind: str, timeout: datetime.timedelta) -> DeviceMesh | None:
+    """The ranks of this rank's ring; None if these are all ranks.
+
+    Not by `init_device_mesh`: its groups have torch's default timeout, 30 minutes with gloo.
+    """
+    if ring_size == world:
+        return None
+    rings = [list(range(first, first + ring_size)) for first in range(0, world, ring_size)]
+    group, _ = dist.new_subgroups_by_enumeration(rings, timeout=timeout)
+    return DeviceMesh.from_group(group, kind, mesh_dim_names=("ring",))
 
 
 def shard_model(model: LongNet, context: DistributedContext, settings: TrainSettings) -> None:

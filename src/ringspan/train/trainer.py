@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -76,9 +77,10 @@ class Trainer:
             self.checkpoints = Checkpoints(Path(settings.out) / "checkpoints", settings.keep)
             self.checkpoints.check_resume(settings, resume)
             self.context: DistributedContext = init_distributed(settings)
-            self._set_up(settings)
-            if resume:
-                self.load()
+            with self._naming_lost_ranks():
+                self._set_up(settings)
+                if resume:
+                    self.load()
         except BaseException:
             self._watchdog.stop(failed=True)
             raise
@@ -130,20 +132,15 @@ class Trainer:
         """
         last = self.settings.steps if until is None else until
         self._stop_request = self._stop_reason = 0
-        try:
-            with (
-                self._recording(),
-                self._watchdog.monitoring(self.status, self.context, self._heartbeat_recorder(on_heartbeats)),
-                self._interrupts_request_stop(on_interrupt),
-            ):
-                self._train(last, on_step, trace, trace_steps)
-                if self.next_step == self.settings.steps:
-                    self.save_model(Path(self.settings.out) / MODEL)
-        except RuntimeError as error:
-            lost = self._lost_rank_error(error)
-            if lost is None:
-                raise
-            raise lost from error
+        with (
+            self._naming_lost_ranks(),
+            self._recording(),
+            self._watchdog.monitoring(self.status, self.context, self._heartbeat_recorder(on_heartbeats)),
+            self._interrupts_request_stop(on_interrupt),
+        ):
+            self._train(last, on_step, trace, trace_steps)
+            if self.next_step == self.settings.steps:
+                self.save_model(Path(self.settings.out) / MODEL)
         if self._stop_reason == _INTERRUPT and self.next_step < last:
             self.close()
             raise KeyboardInterrupt(
@@ -185,6 +182,7 @@ class Trainer:
         dist.barrier()
         if self.context.owns_group:
             dist.destroy_process_group()
+        self.context.peers.close()
         self._watchdog.stop()
 
     def __enter__(self) -> Trainer:
@@ -376,15 +374,26 @@ class Trainer:
                 targets[first - start] = IGNORED
         return targets
 
-    def _lost_rank_error(self, error: RuntimeError) -> rs.RingError | None:
-        """The error of a collective whose peer is lost, in plain words; None for any other error."""
-        lost = isinstance(error, dist.DistError) or "gloo" in str(error)
-        if not lost or isinstance(error, (RunError, rs.RingError)):
-            return None
-        return rs.RingError(
-            f"rank {self.context.rank}: step {self.status.step + 1}, {self.status.phase}: another rank is gone, or did "
-            f"not answer within {self.settings.timeout:g} s ({error})"
-        )
+    @contextmanager
+    def _naming_lost_ranks(self) -> Iterator[None]:
+        """Turn the error of a transfer or collective whose peer is lost into a RingError that names all lost ranks.
+
+        Only after any other error is the port closed: this rank is not lost, and others ask.
+        """
+        try:
+            yield
+        except BaseException as error:
+            is_lost = isinstance(error, dist.DistError) or isinstance(error.__cause__, dist.DistError)
+            if isinstance(error, RunError) or not (is_lost or "gloo" in str(error)):
+                self.context.peers.close()
+                raise
+            rank, host = self.context.rank, socket.gethostname()
+            lost = self.context.peers.lost() or (
+                f"all other ranks are alive, but did not answer within {self.settings.timeout:g} s"
+            )
+            raise rs.RingError(
+                f"rank {rank} on {host}: step {self.status.step + 1}, {self.status.phase}: {lost} ({error})"
+            ) from error
 
 
 def _documents(corpus: Corpus, start: int, stop: int) -> Iterator[int]:

@@ -1,0 +1,113 @@
+"""Which ranks are lost, after a collective has failed: its error seldom says so.
+
+Each rank listens on a port of its own and never accepts a connection, so no data is read or sent: the kernel answers.
+It completes a connection while the process lives, and refuses it after the process has ended. Nothing answers if the
+host or its link is down.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from ipaddress import ip_address
+
+import torch
+import torch.distributed as dist
+
+from ringspan.runtime.collectives import all_gather_json
+
+ANSWER_SECONDS = 2.0  # for an answer; one lost packet is sent again after one second
+_THREADS = 64
+_WAITING = 128  # connections, completed by the kernel and never accepted
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A rank, its host, and where it listens."""
+
+    rank: int
+    host: str
+    address: str
+    port: int
+
+    def state(self) -> str:
+        """``"alive"``, ``"exited"``, ``"does not answer"``, or ``"unknown"`` if it cannot be reached from here."""
+        if ip_address(self.address).is_loopback and self.host != socket.gethostname():
+            return "unknown"
+        try:
+            socket.create_connection((self.address, self.port), timeout=ANSWER_SECONDS).close()
+        except ConnectionRefusedError:
+            return "exited"
+        except OSError:  # no answer, or no way to the host
+            return "does not answer"
+        return "alive"
+
+
+@dataclass(frozen=True)
+class Peers:
+    """All ranks of a run, in order of rank. The socket keeps the port of this one open; a single rank has none."""
+
+    by_rank: tuple[Peer, ...]
+    listening: socket.socket | None
+
+    @staticmethod
+    def meet(device: torch.device) -> Peers:
+        """Listen, and learn where all ranks listen. A collective."""
+        if dist.get_world_size() == 1:
+            return Peers((Peer(0, socket.gethostname(), "", 0),), None)
+        listening = _listen()
+        own = [socket.gethostname(), *listening.getsockname()[:2]]
+        found = all_gather_json(own, device=device)
+        return Peers(tuple(Peer(rank, *each) for rank, each in enumerate(found)), listening)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        return tuple(peer.host for peer in self.by_rank)
+
+    def lost(self) -> str:
+        """The ranks that have exited or do not answer, by host; empty if there are none."""
+        others = [peer for peer in self.by_rank if peer.rank != dist.get_rank()]
+        with ThreadPoolExecutor(_THREADS) as threads:
+            states = list(threads.map(Peer.state, others))
+        return describe(list(zip(others, states, strict=True)))
+
+    def close(self) -> None:
+        """Close the port: from now on, this rank counts as exited."""
+        if self.listening is not None:
+            self.listening.close()
+
+
+def describe(states: list[tuple[Peer, str]]) -> str:
+    """A text that names the lost ranks.
+
+    >>> ranks = [Peer(0, "host-a", "", 0), Peer(2, "host-b", "", 0), Peer(3, "host-b", "", 0)]
+    >>> describe(list(zip(ranks, ["exited", "does not answer", "does not answer"])))
+    'rank 0 on host-a exited; ranks 2, 3 on host-b do not answer'
+    """
+    found: dict[tuple[str, str], list[int]] = {}
+    for peer, state in states:
+        if state in ("exited", "does not answer"):
+            found.setdefault((peer.host, state), []).append(peer.rank)
+    parts = []
+    for (host, state), ranks in found.items():
+        verb = state if len(ranks) == 1 else state.replace("does", "do")
+        parts.append(f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} on {host} {verb}")
+    return "; ".join(parts)
+
+
+def _listen() -> socket.socket:
+    """A listening socket on the address from which this process reaches the rendezvous."""
+    family, address = _own_address(os.environ.get("MASTER_ADDR", "localhost"))
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.bind((address, 0))
+    listening.listen(_WAITING)
+    return listening
+
+
+def _own_address(master: str) -> tuple[socket.AddressFamily, str]:
+    family, kind, protocol, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as datagrams:
+        datagrams.connect(address)  # sends nothing
+        return family, datagrams.getsockname()[0]
