@@ -19,7 +19,9 @@ from ringspan.tools.explorer.site import write_site
 FIGURES = Path(__file__).parent / "figures"
 DESKTOP, PHONE = {"width": 1360, "height": 900}, {"width": 390, "height": 844}
 IMAGE = "pattern=64x1,256x4&causal=false&order=hilbert&grid=32x32&layout=contiguous&query=300"
-LARGE = "pattern=2048x1,8192x4,32768x16,131072x64,1048576x512&tokens=1M&ranks=1024&layout=contiguous&heads=32&kv_heads=8"
+LARGE = (
+    "pattern=2048x1,8192x4,32768x16,131072x64,1048576x512&tokens=1M&ranks=1024&layout=contiguous&heads=32&kv_heads=8"
+)
 PACKED = "pattern=full&lengths=40,6*4&layout=balanced&heads=1&kv_heads=1&query=30"
 NODES = "pattern=full&causal=false&ranks=8&routing=node&node=4&layout=contiguous&heads=1&kv_heads=1&hop=2"
 # name: (viewport, colours, link, the card to show, or "" for the page)
@@ -36,11 +38,12 @@ VIEWS = {
     "costs": LARGE,
 }
 LOADS = 5
+OPTIONS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--views", type=Path, help="also take each view alone, in both colours and widths, into a folder")
+    parser.add_argument("--views", type=Path, help="also take each view alone, in both colours and widths")
     parser.add_argument("--loads", action="store_true", help="only measure how long the page takes to load")
     arguments = parser.parse_args()
     wanted = {} if arguments.loads else {FIGURES / name: picture for name, picture in PICTURES.items()}
@@ -54,13 +57,21 @@ def main() -> None:
         write_site(Path(folder))
         server = make_server(Path(folder))
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+        options = [
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--no-first-run",
+            "--disable-background-networking",
+        ]
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=options)
         for path, picture in wanted.items():
             take(browser, address(server), path.with_suffix(".png"), *picture)
             print(path.with_suffix(".png"))
         seconds = [load_seconds(browser, address(server)) for _ in range(LOADS)]
-        print(f"from navigation to all views: {statistics.median(seconds):.2f} s, median of {LOADS} loads without cache")
+        print(
+            f"from navigation to all views: {statistics.median(seconds):.2f} s, median of {LOADS} loads without cache"
+        )
         browser.close()
         server.shutdown()
 
@@ -87,7 +98,9 @@ def load_seconds(browser: Any, home: str) -> float:
 
 def show(page: Any, link: str) -> None:
     page.goto(link)
-    page.wait_for_function("document.body.dataset.done && document.querySelector('main').ariaBusy === 'false'", timeout=90_000)
+    page.wait_for_function(
+        "document.body.dataset.done && document.querySelector('main').ariaBusy === 'false'", timeout=90_000
+    )
 
 
 if __name__ == "__main__":

@@ -130,7 +130,9 @@ def test_every_public_name_resolves(name: str) -> None:
 def test_patterns_and_plans_need_no_torch() -> None:
     script = "import sys; sys.modules['torch'] = None; import ringspan as rs; rs.ByNode(2)\n"
     script += "pattern = rs.Window(3) + rs.Dilated((8,), (2,))\n"
-    script += "print(rs.plan(pattern, 64, ring_size=4, lengths=(60, 4), dtype='bfloat16'), rs.best_layout(pattern, 64, 4))"
+    script += (
+        "print(rs.plan(pattern, 64, ring_size=4, lengths=(60, 4), dtype='bfloat16'), rs.best_layout(pattern, 64, 4))"
+    )
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
 
 

@@ -27,13 +27,18 @@ def steps_of_all(shapes: list[tuple[int, ...]]) -> Iterator[tuple[tuple[int, ...
     """The same for many boxes, whose curves are made together: one after the other they would take a minute."""
     boxes, starts, start = {}, [], 0
     for shape in shapes:
-        slots, strides = [*box_slots(shape), *(axis for axis, side in enumerate(shape) if side == 1)], row_major_steps(shape)
+        slots, strides = (
+            [*box_slots(shape), *(axis for axis, side in enumerate(shape) if side == 1)],
+            row_major_steps(shape),
+        )
         entered = torch.tensor([start])
         found = Boxes(entered, entered, [torch.tensor([strides[axis]]) for axis in slots])
         sides = tuple(shape[axis] for axis in slots)
         if sides in boxes:
-            found = Boxes(*(torch.cat(pair) for pair in zip(boxes[sides][:2], found[:2], strict=True)),
-                [torch.cat(pair) for pair in zip(boxes[sides].marks, found.marks, strict=True)])
+            found = Boxes(
+                *(torch.cat(pair) for pair in zip(boxes[sides][:2], found[:2], strict=True)),
+                [torch.cat(pair) for pair in zip(boxes[sides].marks, found.marks, strict=True)],
+            )
         boxes[sides] = found
         starts.append(start)
         start += math.prod(shape)

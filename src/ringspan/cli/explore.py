@@ -25,27 +25,26 @@ def explore(
         Path | None,
         typer.Argument(
             metavar="[RESULT]",
-            help="A result to start with: bench.json, verify.json, or what `ringspan plan --json` prints.",
+            help="A result to start with: bench.json, verify.json, a trace, or what `ringspan plan --json` prints.",
             exists=True,
             dir_okay=False,
         ),
     ] = None,
-    pattern: Annotated[
-        str | None, typer.Option(metavar="PATTERN", help=PATTERN_HELP, show_default=_EXAMPLE)
-    ] = None,
+    pattern: Annotated[str | None, typer.Option(metavar="PATTERN", help=PATTERN_HELP, show_default=_EXAMPLE)] = None,
     tokens: Annotated[
         str | None, typer.Option("--tokens", "-n", metavar="COUNT", help="Sequence length.", show_default=_EXAMPLE)
     ] = None,
-    lengths: Annotated[str | None, typer.Option(metavar="COUNTS", help=LENGTHS_HELP, show_default="one document")] = None,
+    lengths: Annotated[
+        str | None, typer.Option(metavar="COUNTS", help=LENGTHS_HELP, show_default="one document")
+    ] = None,
     causal: Annotated[
-        bool | None, typer.Option(help="Whether a query attends only to keys up to its own position.", show_default="causal")
+        bool | None,
+        typer.Option(help="Whether a query attends only to keys up to its own position.", show_default="causal"),
     ] = None,
     ranks: Annotated[
         str | None, typer.Option("--ranks", "-k", metavar="COUNT", help="Ring size.", show_default=_EXAMPLE)
     ] = None,
-    layout: Annotated[
-        str | None, typer.Option(help="contiguous, zigzag or balanced.", show_default="zigzag")
-    ] = None,
+    layout: Annotated[str | None, typer.Option(help="contiguous, zigzag or balanced.", show_default="zigzag")] = None,
     routing: Annotated[str | None, typer.Option(help="relay, direct, or node.", show_default="relay")] = None,
     node: Annotated[str | None, typer.Option(help="Ranks of a node, with --routing node.", show_default="2")] = None,
     heads: Annotated[str | None, typer.Option(help="Query heads.", show_default=_EXAMPLE)] = None,
@@ -58,7 +57,8 @@ def explore(
         str | None, typer.Option(help="row_major, snake, morton or hilbert: the order of a grid.", show_default="none")
     ] = None,
     grid: Annotated[
-        str | None, typer.Option(help="Sides of the grid, such as 32x32; its cells replace --tokens.", show_default="8x8")
+        str | None,
+        typer.Option(help="Sides of the grid, such as 32x32; its cells replace --tokens.", show_default="8x8"),
     ] = None,
     port: Annotated[int, typer.Option(help="Port of the server.", min=0, max=65535, show_default="a free one")] = 0,
     browser: Annotated[bool, typer.Option(help="Whether to open the page in a browser.")] = True,
@@ -99,14 +99,16 @@ def explore(
     link = ("?result" if table else "") + (f"#{_fragment(fields)}" if fields else "")
     if out is not None:
         _write(out, table)
-        typer.echo(f"Written: {out / 'index.html'}. Serve the folder with any file server; the settings are {link or 'the defaults'}")
+        typer.echo(f"Written. Serve {out} with any file server, and open index.html{link}")
         return
     with tempfile.TemporaryDirectory() as folder:
         _write(Path(folder), table)
         try:
             server = make_server(Path(folder), port)
         except OSError as error:
-            raise typer.BadParameter(f"{port}: {error.strerror}; leave it out for a free port", param_hint="--port") from error
+            raise typer.BadParameter(
+                f"{port}: {error.strerror}; leave it out for a free port", param_hint="--port"
+            ) from error
         with server:
             typer.echo(f"{address(server)}{link}")
             typer.echo("Press Ctrl-C to stop.")

@@ -137,8 +137,8 @@ class Cut(NamedTuple):
     """One part of a box. Slot 0 is its course; the other slots are its other sides.
 
     For each slot of the part: the ``slots`` of the whole box that it comes from, its ``sizes``, the coordinate
-    (``entries``) where the curve enters and the direction (``signs``). ``position`` counts the cells on the curve before
-    the part, ``volume`` those in it.
+    (``entries``) where the curve enters and the direction (``signs``). ``position`` counts the cells on the curve
+    before the part, ``volume`` those in it.
     """
 
     slots: tuple[int, ...]

@@ -6,8 +6,8 @@ The Hilbert curve is followed for many boxes at a time, by torch operations on a
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 import torch
@@ -56,24 +56,23 @@ def follow(boxes: BoxesBySides, cells: int) -> Tensor:
     single cell.
     """
     curve = torch.empty(cells, dtype=torch.int64, device=next(iter(boxes.values())).tags.device)
-    while boxes:
-        found = defaultdict[tuple[int, ...], list[Boxes]](list)
-        for sides, group in boxes.items():
-            for cut in cut_box(sides):
-                entered = group.tags
-                for slot, entry in zip(cut.slots, cut.entries, strict=True):
-                    if entry:
-                        entered = entered + group.marks[slot] * entry
-                position = group.position + cut.position
-                if cut.volume == 1:
-                    curve[position] = entered
-                    continue
-                steps = [
-                    group.marks[slot] if sign > 0 else -group.marks[slot]
-                    for slot, sign in zip(cut.slots, cut.signs, strict=True)
-                ]
-                found[cut.sizes].append(Boxes(position, entered, steps))
-        boxes = _join(found)
+    waiting = _Waiting(boxes)
+    while waiting:
+        sides, group = waiting.take_largest()
+        for cut in cut_box(sides):
+            entered = group.tags
+            for slot, entry in zip(cut.slots, cut.entries, strict=True):
+                if entry:
+                    entered = entered + group.marks[slot] * entry
+            position = group.position + cut.position
+            if cut.volume == 1:
+                curve[position] = entered
+                continue
+            steps = [
+                group.marks[slot] if sign > 0 else -group.marks[slot]
+                for slot, sign in zip(cut.slots, cut.signs, strict=True)
+            ]
+            waiting.add(cut.sizes, Boxes(position, entered, steps))
     return curve
 
 
@@ -87,35 +86,48 @@ def hilbert_positions(cells: Tensor, shape: Sequence[int]) -> Tensor:
     positions = torch.zeros(len(cells), dtype=torch.int64, device=cells.device)
     numbers = torch.arange(len(cells), device=cells.device)
     whole = Boxes(positions, numbers, [cells[:, axis].long() for axis in slots])
-    boxes = {tuple(shape[axis] for axis in slots): whole} if slots else {}
-    while boxes:
-        found = defaultdict[tuple[int, ...], list[Boxes]](list)
-        for sides, group in boxes.items():
-            for cut in cut_box(sides):
-                places = [
-                    (group.marks[slot] - entry) * sign
-                    for slot, entry, sign in zip(cut.slots, cut.entries, cut.signs, strict=True)
-                ]
-                inside = torch.ones_like(group.tags, dtype=torch.bool)
-                for place, size in zip(places, cut.sizes, strict=True):
-                    inside &= (place >= 0) & (place < size)
-                part = Boxes(group.position + cut.position, group.tags, places).where(inside)
-                if cut.volume == 1:
-                    positions[part.tags] = part.position
-                elif len(part.tags):
-                    found[cut.sizes].append(part)
-        boxes = _join(found)
+    waiting = _Waiting({tuple(shape[axis] for axis in slots): whole} if slots else {})
+    while waiting:
+        sides, group = waiting.take_largest()
+        for cut in cut_box(sides):
+            places = [
+                (group.marks[slot] - entry) * sign
+                for slot, entry, sign in zip(cut.slots, cut.entries, cut.signs, strict=True)
+            ]
+            inside = torch.ones_like(group.tags, dtype=torch.bool)
+            for place, size in zip(places, cut.sizes, strict=True):
+                inside &= (place >= 0) & (place < size)
+            part = Boxes(group.position + cut.position, group.tags, places).where(inside)
+            if cut.volume == 1:
+                positions[part.tags] = part.position
+            elif len(part.tags):
+                waiting.add(cut.sizes, part)
     return positions
 
 
-def _join(found: Mapping[tuple[int, ...], list[Boxes]]) -> BoxesBySides:
-    """Concatenate boxes of equal sides. Their order does not matter, because each has its position."""
-    joined = {}
-    for sides, groups in found.items():
-        columns = zip(*((group.position, group.tags, *group.marks) for group in groups), strict=True)
+class _Waiting:
+    """Boxes that are still to be cut. The largest are taken first, so boxes of equal sides are cut once, together."""
+
+    def __init__(self, boxes: BoxesBySides) -> None:
+        self.groups: dict[tuple[int, ...], list[Boxes]] = {}
+        self.largest: list[tuple[int, tuple[int, ...]]] = []  # a heap of (-volume, sides)
+        for sides, group in boxes.items():
+            self.add(sides, group)
+
+    def __bool__(self) -> bool:
+        return bool(self.groups)
+
+    def add(self, sides: tuple[int, ...], boxes: Boxes) -> None:
+        if sides not in self.groups:
+            heappush(self.largest, (-math.prod(sides), sides))
+        self.groups.setdefault(sides, []).append(boxes)
+
+    def take_largest(self) -> tuple[tuple[int, ...], Boxes]:
+        """Boxes of equal sides, joined. Their order does not matter, because each has its position."""
+        _, sides = heappop(self.largest)
+        columns = zip(*((group.position, group.tags, *group.marks) for group in self.groups.pop(sides)), strict=True)
         position, tags, *marks = (torch.cat(column) for column in columns)
-        joined[sides] = Boxes(position, tags, marks)
-    return joined
+        return sides, Boxes(position, tags, marks)
 
 
 def visit(curve: CurveName, shape: Sequence[int], device: torch.device | str | None = None) -> Tensor:

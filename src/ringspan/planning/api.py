@@ -9,8 +9,8 @@ from ringspan.geometry import Documents, Pattern, check_pattern
 from ringspan.geometry.documents import lengths_of_documents
 from ringspan.layout import AnyLayout, Layout, layouts_to_compare
 from ringspan.planning import Optimize, RingPlan, Routing, TensorSizes, check_routing, costs_for
-from ringspan.planning.dtypes import bytes_of
 from ringspan.planning.breakeven import ASSUMED_RATES, DeviceRates, LayoutAdvice, advise_layout
+from ringspan.planning.dtypes import bytes_of
 from ringspan.planning.heads import check_head_ranks, check_heads, ring_routing, with_head_ranks
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ def plan(
     Printing the plan gives a table; ``bytes_sent(rank)``, ``work(rank)``, ``imbalance`` and ``memory(rank)`` give
     single values. A rank's plan is made on first use, in time proportional to its own tiles and routes. ``ring_size``
     counts all ranks; ``head_ranks`` of them hold each shard together and exchange heads (see `Ring`). ``optimize`` is
-    that of `rs.attention`; ``"auto"`` depends on the type of the ``device``. ``dtype`` may also be a name: ``"bfloat16"``.
-    Needs no torch.
+    that of `rs.attention`; ``"auto"`` depends on the type of the ``device``. ``dtype`` may also be
+    a name, such as ``"bfloat16"``; planning needs no torch.
 
     >>> import ringspan as rs
     >>> ring = rs.plan(rs.Dilated((2048, 8192), (1, 4)), 16384, ring_size=4, layout="contiguous", causal=True)

@@ -7,6 +7,7 @@ all-gather sends as many bytes, and then holds all rows at once. Both compute ev
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from ringspan.planning import RingPlan
 
@@ -29,10 +30,10 @@ def plain_ring(plan: RingPlan, rank: int) -> Baseline:
     Baseline(sent=384, parcels=256, work=1024)
     """
     size = plan.layout.ring_size
-    following = plan.layout.rows_of((rank + 1) % size)
-    pairs = [plan.layout.rows_of((rank - hop) % size) + plan.layout.rows_of((rank - hop - 1) % size) for hop in range(size - 1)]
+    rows = [plan.layout.rows_of((rank - hop) % size) for hop in range(size)]
+    held = max((a + b for a, b in pairwise(rows)), default=0)
     row = plan.sizes.kv_heads * plan.sizes.parcel_row_bytes
-    return Baseline((plan.layout.rows - following) * row, max(pairs, default=0) * row, dense_work(plan, rank))
+    return Baseline((sum(rows) - rows[-1] if size > 1 else 0) * row, held * row, dense_work(plan, rank))
 
 
 def all_gather(plan: RingPlan, rank: int) -> Baseline:

@@ -1,8 +1,10 @@
-"""Results of `ringspan plan`, `bench` and `verify` as settings of the explorer, and as a table that it shows."""
+"""Results of `plan`, `bench` and `verify`, and trace files: as settings of the explorer, and a table that it shows."""
 
 from __future__ import annotations
 
 import json
+import re
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,12 @@ def read_result(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The settings of a result's case, and ``{"title": .., "rows": ..}``: a table with a head. Raises RunError."""
     try:
         document = json.loads(path.read_text())
-        for key, read in (("layouts", _from_plan), ("summaries", _from_bench), ("checks", _from_verify)):
+        for key, read in (
+            ("layouts", _from_plan),
+            ("summaries", _from_bench),
+            ("checks", _from_verify),
+            ("traceEvents", _from_trace),
+        ):
             if key in document:
                 settings, title, rows = read(document)
                 return settings, {"title": f"{title}: {path.name}", "rows": rows}
@@ -26,7 +33,18 @@ def read_result(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     raise RunError(f"{path}: is not a result that the explorer can read; {_WAY_OUT}")
 
 
-_WAY_OUT = "give the JSON of `ringspan plan --json`, bench.json or verify.json"
+_WAY_OUT = "give the JSON of `ringspan plan --json`, bench.json, verify.json or a trace file"
+# What `headline` of tools/plan_report.py and `str` of a plan say.
+_PLANNED = (
+    re.compile(
+        r"(?P<tokens>[\d,]+) tokens over (?P<ranks>[\d,]+) ranks?, (?P<pattern>.+), (?P<causal>causal|not causal), "
+        r"(?P<heads>\d+) heads(?: \((?P<kv_heads>\d+) KV\))? of (?P<head_dim>\d+), (?P<dtype>\w+)"
+    ),
+    re.compile(
+        r"(?P<pattern>[^;]+); n = (?P<tokens>[\d,]+) over (?P<ranks>\d+) ranks, (?P<layout>\w+)"
+        r"[^;]*?(?P<causal>, causal)?;"
+    ),
+)
 
 
 def _from_plan(document: Mapping[str, Any]) -> tuple[dict[str, Any], str, Rows]:
@@ -51,9 +69,7 @@ def _from_bench(document: Mapping[str, Any]) -> tuple[dict[str, Any], str, Rows]
         one = summary["case"]
         seconds = [f"{summary[way]['median']:.4g}" if summary.get(way) else "" for way in ("forward", "backward")]
         peak = f"{summary['rank_bytes']['median'] / 2**20:,.1f}" if summary.get("rank_bytes") else ""
-        rows.append(
-            [one["implementation"], str(one["ranks"]), f"{one['tokens']:,}", one["layout"], *seconds, peak]
-        )
+        rows.append([one["implementation"], str(one["ranks"]), f"{one['tokens']:,}", one["layout"], *seconds, peak])
     return _settings(case, case["layout"], case["pattern"], case), "Measured by bench", rows
 
 
@@ -67,8 +83,45 @@ def _from_verify(document: Mapping[str, Any]) -> tuple[dict[str, Any], str, Rows
     return settings, f"Verified ({document['verdict']})", rows
 
 
+def _from_trace(document: Mapping[str, Any]) -> tuple[dict[str, Any], str, Rows]:
+    """What each rank sent and received, and the settings of the plan that the trace names, if it names one."""
+    sent: dict[tuple[int, str], list[int]] = defaultdict(lambda: [0, 0])
+    names, ends = {}, defaultdict[int, float](float)
+    for event in document["traceEvents"]:
+        rank = event["pid"]
+        if event["name"] == "process_name":
+            names[rank] = event["args"]["name"]
+        if event["ph"] == "X":
+            ends[rank] = max(ends[rank], event["ts"] + event["dur"])
+            if "bytes" in event.get("args", {}):
+                total = sent[rank, event["cat"]]
+                total[0], total[1] = total[0] + 1, total[1] + event["args"]["bytes"]
+    rows = [["rank", "messages sent", "bytes sent", "messages received", "bytes received", "end, ms"]]
+    for rank, name in sorted(names.items()):
+        cells = [*sent[rank, "sends"], *sent[rank, "receives"]]
+        rows.append([name, *(f"{cell:,}" for cell in cells), f"{ends[rank] / 1000:,.3f}"])
+    return _settings_of_text(str(document.get("otherData", {}).get("plan", ""))), "Traced", rows
+
+
+def _settings_of_text(text: str) -> dict[str, Any]:
+    """The settings that the description of a plan states; empty if it is none."""
+    found = next(filter(None, (pattern.match(text) for pattern in _PLANNED)), None)
+    if found is None:
+        return {}
+    stated = {name: value for name, value in found.groupdict().items() if value is not None and name != "causal"}
+    if "heads" in stated:
+        stated.setdefault("kv_heads", stated["heads"])
+    counts = {name: stated[name].replace(",", "") for name in ("tokens", "ranks")}
+    return stated | counts | {"causal": (found["causal"] or "not").strip(", ") == "causal"}
+
+
 def _settings(case: Mapping[str, Any], layout: str, pattern: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
-    values = {"tokens": case["tokens"], "ranks": case["ranks"], "layout": layout.split(" ")[0], "pattern": pattern}
+    values = {
+        "tokens": case["tokens"],
+        "ranks": case["ranks"],
+        "layout": layout.split(" ", maxsplit=1)[0],
+        "pattern": pattern,
+    }
     values |= {"heads": sizes["heads"], "kv_heads": sizes.get("kv_heads", sizes["heads"])}
     values |= {"head_dim": sizes["head_dim"], "dtype": case["dtype"]}
     return {name: str(value) for name, value in values.items()} | {"causal": case["causal"]}
@@ -81,3 +134,6 @@ def _pattern(fields: Mapping[str, Any]) -> Pattern:
     if "left" in fields:
         return Window(**fields)
     return Dilated(**fields) if fields else Full()
+
+
+_READERS = {"layouts": _from_plan, "summaries": _from_bench, "checks": _from_verify, "traceEvents": _from_trace}

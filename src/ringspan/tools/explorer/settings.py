@@ -48,7 +48,7 @@ class ExplorerSettings:
         known = [field.name for field in dataclasses.fields(cls)]
         for name in fields:
             if name not in known:
-                raise ValueError(f"{name}={fields[name]!r}: the explorer has no such setting; it has {', '.join(known)}")
+                raise ValueError(f"{name}={fields[name]!r}: must be one of the settings {', '.join(known)}")
         return cls(**fields)
 
     @property
@@ -78,7 +78,7 @@ class ExplorerSettings:
         """The row-major index of the cell at each place of the sequence."""
         if self.order not in get_args(CurveName):
             raise ValueError(f"order={self.order!r}: must be one of {', '.join(ORDERS)}")
-        return _cells(self.order, self.shape)  # type: ignore[arg-type]
+        return _cells(self.order, self.shape)
 
     @property
     def seen(self) -> Pattern:
@@ -106,15 +106,17 @@ class ExplorerSettings:
     def python(self) -> str:
         """The lines that make this pattern and plan, and the numbers of the page."""
         options = self.plan_options()
-        order = [f"order = rs.{ORDERS[self.order]}({self.shape})  # apply it to the data, before the split"]
-        length = "order.period" if self.order else str(self.rows)
+        order, length = [], str(self.rows)
+        if self.order:
+            order = [f"order = rs.{ORDERS[self.order]}({self.shape})  # apply it to the data, before the split"]
+            length = "order.period"
         given = {name: _python_value(value) for name, value in options.items()}
         if options["layout"] == Balanced(self.seen, self.causal):
             given["layout"] = f"rs.Balanced(pattern, causal={self.causal})"
         lines = [
             "import ringspan as rs",
             "",
-            *(order if self.order else []),
+            *order,
             f"pattern = {_python_pattern(self.seen)}",
             "plan = rs.plan(",
             f"    pattern, {length},",

@@ -12,15 +12,15 @@ from itertools import pairwise
 from typing import Any
 
 from ringspan.geometry import SegmentBranch, keys_seen, unselected_warning
+from ringspan.geometry.density import Rows, pairs_in_cells
 from ringspan.planning import Hop, RingPlan
 from ringspan.planning.routes import node_of
-from ringspan.geometry.density import Rows, pairs_in_cells
 from ringspan.tools.explorer.baselines import all_gather, plain_ring
 from ringspan.tools.explorer.settings import ExplorerSettings
 
 _MOST_SPANS = 4096
 _MOST_CELLS = 128 * 128
-_FEW_RANKS = 8  # are planned at once; more are planned in batches, so that the page can show the first ones early
+_FEW_RANKS = 8  # of a large ring are shown in the ring view
 
 
 def answer(question: str) -> str:
@@ -55,6 +55,7 @@ def overview(settings: ExplorerSettings) -> dict[str, Any]:
         "kv_heads": sizes.kv_heads,
         "branches": [_branch_text(branch) for branch in plan.pattern.branches(plan.layout.rows, sizes.kv_heads)],
         "sample": list(plan.sample),
+        "shown": list(_ranks_shown(plan)),
         "reach": str(plan.reach) if size <= _MOST_SPANS else "",
         "warning": unselected_warning(plan.pattern, plan.layout.rows, sizes.kv_heads),
         "python": settings.python,
@@ -130,7 +131,8 @@ def keys(settings: ExplorerSettings, *, query: int, head: int) -> dict[str, Any]
     for seen in found:
         for part in plan.layout.rank_spans(seen[0], seen[-1] + 1) if seen else ():
             first = part.start + (seen.start - part.start) % seen.step
-            held[part.rank] += len(range(first, min(part.stop, seen.stop), seen.step))
+            if here := len(range(first, min(part.stop, seen.stop), seen.step)):
+                held[part.rank] += here
     ranges = [[seen.start, seen.stop, seen.step] for seen in found if seen]
     return {"query": query, "rank": owner, "keys": ranges, "held": sorted(held.items())}
 
@@ -152,13 +154,13 @@ def holdings(settings: ExplorerSettings) -> dict[str, Any]:
     }
 
 
-def hop(settings: ExplorerSettings, *, number: int) -> dict[str, Any]:
-    """What the ranks of the sample send, receive and compute at a hop.
+def hop(settings: ExplorerSettings, *, number: int, ranks: Sequence[int] = ()) -> dict[str, Any]:
+    """What some ranks, by default all of a small ring and a few of a large one, send, receive and compute at a hop.
 
     While hop ``number`` is computed, the parcels of the next hop are transferred; these are ``moves``.
     """
     plan = settings.ring
-    ranks = _ranks_shown(plan)
+    ranks = ranks or _ranks_shown(plan)
     hops = max(len(plan.rank(rank).hops) for rank in ranks)
     computed, moves = {}, []
     for rank in ranks:
@@ -195,17 +197,20 @@ def _moves(plan: RingPlan, rank: int, following: Hop) -> list[dict[str, int]]:
         rows[message.peer, message.parcel.owner] += message.parcel.rows
     return [
         {"from": rank, "to": peer, "owner": owner, "rows": count, "bytes": count * plan.sizes.parcel_row_bytes}
-        | ({"across": int(node_of(rank, plan.routing.ranks_per_node) != node_of(peer, plan.routing.ranks_per_node))}
-           if not isinstance(plan.routing, str) else {})
+        | (
+            {"across": int(node_of(rank, plan.routing.ranks_per_node) != node_of(peer, plan.routing.ranks_per_node))}
+            if not isinstance(plan.routing, str)
+            else {}
+        )
         for (peer, owner), count in sorted(rows.items())
     ]
 
 
 def costs(settings: ExplorerSettings, *, ranks: Sequence[int] = ()) -> dict[str, Any]:
-    """Work, bytes and memory of some ranks, by default of a few, next to those of a plain ring and an all-gather."""
+    """Work, bytes and memory of some ranks, by default of the sample, next to those of a plain ring and an all-gather."""
     plan = settings.ring
     found = []
-    for rank in ranks or _ranks_shown(plan)[:_FEW_RANKS]:
+    for rank in ranks or plan.sample:
         ring, gathered, held = plain_ring(plan, rank), all_gather(plan, rank), plan.memory(rank)
         found.append(
             {
@@ -225,7 +230,7 @@ def costs(settings: ExplorerSettings, *, ranks: Sequence[int] = ()) -> dict[str,
                 "gather": {"work": gathered.work, "sent": gathered.sent, "memory": held.rows + gathered.parcels},
             }
         )
-    return {"ranks": found, "sample": list(plan.sample)}
+    return {"ranks": found}
 
 
 def grid(settings: ExplorerSettings, *, query: int, head: int) -> dict[str, Any]:

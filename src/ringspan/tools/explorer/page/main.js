@@ -10,27 +10,29 @@ import { redrawCosts, showCosts } from "./view_costs.js";
 import { showGrid } from "./view_grid.js";
 import { markHoldings, showHoldings } from "./view_holdings.js";
 import { setUpMatrix, showMatrix } from "./view_matrix.js";
-import { setUpRing, showRing } from "./view_ring.js";
+import { growRing, setUpRing, showRing } from "./view_ring.js";
 
 const byId = (id) => document.getElementById(id);
-let facts = null, held = null, round = 0;
+let facts = null, held = null, seen = null, round = 0;
 
 setUpTheme(byId("theme"));
 Object.assign(state, readFragment());
 setUpControls();
 setUpExports();
-setUpMatrix();
+setUpMatrix((keys) => { seen = keys; if (facts) markHoldings(facts, seen); });
 setUpRing();
 byId("link").addEventListener("click", () => copy(window.location.href, byId("link")));
 byId("python").addEventListener("click", () => copy(byId("code").textContent, byId("python")));
+window.matchMedia("(max-width: 46rem)").addEventListener("change", update);
 window.addEventListener("hashchange", () => change(readFragment(), { history: false }));
 document.querySelector("[data-skip]").addEventListener("click", (event) => { event.preventDefault(); byId("main").focus(); });
 
 onChange(({ settings, selected }) => {
   if (settings) update();
   else {
-    if (selected.has("query") || selected.has("head")) showSelection();
-    if (selected.has("rank") && facts) { showHoldings(facts, held); showSelection(); redrawCosts(); }
+    if (!facts) return;
+    if (["query", "head", "rank"].some((name) => selected.has(name))) showGrid(facts);
+    if (selected.has("rank")) { showHoldings(facts, held); markHoldings(facts, seen); redrawCosts(); }
   }
 });
 
@@ -59,21 +61,12 @@ async function update() {
   if (state.selected.head >= facts.kv_heads) change({ selected: { head: 0 } });
   if (state.selected.rank >= facts.ranks) change({ selected: { rank: -1 } });
   showHoldings(facts, held);
-  await Promise.all([showMatrix(facts, held), showCosts(facts).then(showSummary), showRing(facts), showSelection()]);
+  await Promise.all([showMatrix(facts, held), showRing(facts), showGrid(facts), showCosts(facts, (ranks) => { showSummary(); growRing(ranks); })]);
   if (mine !== round) return;
   document.body.classList.remove("busy");
   document.body.dataset.done = "yes";
   await ready;
   byId("status").dataset.seconds = ((performance.now() - begin) / 1000).toFixed(2);
-}
-
-async function showSelection() {
-  if (!facts) return;
-  const { query, head } = state.selected;
-  const keys = query >= 0 ? await ask("keys", state.settings, { query, head }, "keys of the selection") : null;
-  if (keys?.error) return;
-  markHoldings(facts, keys);
-  await showGrid(facts);
 }
 
 function showError(error) {
@@ -82,8 +75,7 @@ function showError(error) {
   if (error) document.body.classList.add("busy");
 }
 
-async function showSummary() {
-  if (!facts) return;
+function showSummary() {
   const costs = [...document.querySelectorAll("#numbers tr[data-rank]")].map((row) => row.dataset);
   if (!costs.length) return;
   const most = (name) => Math.max(...costs.map((one) => Number(one[name])));

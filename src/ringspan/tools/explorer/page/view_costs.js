@@ -5,29 +5,30 @@ import { ask } from "./planner.js";
 import { change, state } from "./state.js";
 import { drawing, element, round, table, text } from "./svg.js";
 
-const WIDTH = 1000, HEIGHT = 250, BATCH = 8;
+const WIDTH = 1000, HEIGHT = 250, PATIENCE = 400; // milliseconds for a few ranks
 const MEASURES = [["work", "Pairs to compute, forward", pairs], ["sent", "Bytes sent, forward", bytes], ["memory", "Peak memory, forward", bytes]];
 const box = document.querySelector("#costs");
-let asked = 0;
+let asked = 0, batch = 1;
 
-export async function showCosts(facts) {
+// Asks for a few ranks at a time, those of the ring view first. Done when the first are shown; `onNumbers` is told
+// all ranks so far, for each few.
+export async function showCosts(facts, onNumbers) {
   asked += 1;
   const mine = asked;
-  const first = await ask("costs", state.settings);
-  if (!first || first.error || mine !== asked) return;
-  const found = new Map(first.ranks.map((one) => [one.rank, one]));
-  draw(facts, found, first.sample);
-  const rest = first.sample.filter((rank) => !found.has(rank));
-  continueWith(facts, found, rest, first.sample, mine);
-}
-
-async function continueWith(facts, found, rest, sample, mine) {
-  while (rest.length) {
-    const more = await ask("costs", state.settings, { ranks: rest.splice(0, BATCH) }, "more costs");
-    if (!more || more.error || mine !== asked) return;
+  const found = new Map();
+  const rest = [...facts.shown, ...facts.sample.filter((rank) => !facts.shown.includes(rank))];
+  const next = async () => {
+    const begin = performance.now();
+    const more = await ask("costs", state.settings, { ranks: rest.splice(0, batch) });
+    if (!more || more.error || mine !== asked) return false;
+    batch = Math.max(1, Math.min(64, Math.round((batch * PATIENCE) / (performance.now() - begin + 1))));
     for (const one of more.ranks) found.set(one.rank, one);
-    draw(facts, found, sample);
-  }
+    draw(facts, found, facts.sample);
+    onNumbers([...found.keys()]);
+    return rest.length > 0;
+  };
+  batch = facts.ranks > 64 ? 1 : 64;
+  if (await next()) (async () => { while (await next()); })();
 }
 
 export const redrawCosts = () => box.querySelectorAll("[data-rank]").forEach((bar) => bar.classList.toggle("dim", state.selected.rank >= 0 && Number(bar.dataset.rank) !== state.selected.rank));
@@ -55,7 +56,7 @@ function draw(facts, found, sample) {
         made.append(drawn);
       });
       const top = largest(value);
-      made.append(text(left, base + 17, group, { class: j ? undefined : "strong" }), text(left, base + 34, j ? (top ? `ours: ${times(largest((one) => one[name]) / top)}` : "") : "each rank"));
+      made.append(text(left, base + 17, group, { class: j ? undefined : "strong" }), text(left, base + 34, j ? (top ? `ours: ${largest((one) => one[name]) ? times(largest((one) => one[name]) / top) : "nothing"}` : "") : "each rank"));
       made.append(text(left, base - (top / most) * tall - 6, show(top), { class: "strong" }));
     });
   });

@@ -41,14 +41,15 @@ function draw(facts, { shape: [height, width], cells, ranks, segments, keys, que
 
   const below = panel(dx, dy, `What place ${whole(query)} of the sequence sees`);
   made.append(element("rect", { x: dx, y: below, width: width * unit, height: height * unit, class: "s0" }));
-  segments.forEach(([first, stop], i) => {
+  const widest = segments.map((rows, i) => [...rows, i]).sort((a, b) => b[1] - b[0] - (a[1] - a[0]));
+  widest.forEach(([first, stop, i], depth) => {
     const inside = new Set(cells.slice(first, stop));
     let d = "";
     for (let line = 0; line < height; line += 1) {
       const line_runs = runs(Array.from({ length: width }, (_, column) => inside.has(line * width + column)));
       d += rowPath(line_runs.filter(([value]) => value).map(([, a, b]) => [a, b]), below + line * unit, unit, unit, dx);
     }
-    made.append(element("path", { d, class: `s${Math.min(4, segments.length - i)}`, "shape-rendering": "crispEdges" }, element("title", {}, `segment or window of branch ${facts.branches[i]}`)));
+    made.append(element("path", { d, class: `s${Math.min(5, 1 + 2 * depth)}`, "shape-rendering": "crispEdges" }, element("title", {}, `segment or window of branch ${facts.branches[i]}`)));
   });
   let marks = "";
   const mark = (place, part) => { const cell = cells[place]; const gap = (unit * (1 - part)) / 2; return `M${round(dx + (cell % width) * unit + gap)} ${round(below + Math.floor(cell / width) * unit + gap)}h${round(unit * part)}v${round(unit * part)}h${round(-unit * part)}z`; };
@@ -63,5 +64,5 @@ function draw(facts, { shape: [height, width], cells, ranks, segments, keys, que
       if (column >= 0 && column < width && line >= 0 && line < height) change({ selected: { query: placeOf[line * width + column] } });
     }
   };
-  document.querySelector("#grid-text").textContent = `Place ${whole(query)} is the cell in row ${Math.floor(cells[query] / width)}, column ${cells[query] % width}, on rank ${rank}. Blue: its segments, darker for shorter ones; orange: the keys it sees. Click a cell to choose another.`;
+  document.querySelector("#grid-text").textContent = `Place ${whole(query)} is the cell in row ${Math.floor(cells[query] / width)}, column ${cells[query] % width}, on rank ${rank}. Blue: its segments or windows, the stronger the shorter; orange: the keys it sees. Click a cell to choose another.`;
 }

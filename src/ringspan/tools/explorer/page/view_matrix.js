@@ -8,9 +8,11 @@ import { drawing, element, rowPath, runs, text } from "./svg.js";
 const CELLS = 96, SIDE = 640, MARGIN = 26, SHADES = 8, LEGEND = 34;
 const box = document.querySelector("#matrix");
 const readout = document.querySelector("#readout");
-let facts = null, holdings = null, shown = null, keysShown = null, hovered = -1;
+let facts = null, holdings = null, shown = null, keysShown = null, hovered = -1, tell = () => {};
 
-export function setUpMatrix() {
+// `onKeys` is told the keys of the query that is pointed at or chosen; null for none.
+export function setUpMatrix(onKeys) {
+  tell = onKeys;
   const button = (id, act) => document.getElementById(id).addEventListener("click", act);
   button("in", () => zoom(0.5));
   button("out", () => zoom(2));
@@ -48,7 +50,8 @@ function options(id, pairs, chosen) {
   select.value = String(chosen);
 }
 
-const whole_cell = () => Math.ceil(facts.rows / CELLS);
+// Powers of two, so that cells fit segments.
+const whole_cell = () => 2 ** Math.max(0, Math.ceil(Math.log2(facts.rows / CELLS)));
 const view = () => {
   const { cell, top, left } = state.selected;
   return cell ? { cell, top, left } : { cell: whole_cell(), top: 0, left: 0 };
@@ -66,10 +69,11 @@ async function load() {
 
 async function loadKeys() {
   const query = hovered >= 0 ? hovered : state.selected.query;
-  if (!facts || query < 0) { keysShown = null; mark(); return; }
+  if (!facts || query < 0) { keysShown = null; tell(null); mark(); return; }
   const found = await ask("keys", state.settings, { query, head: state.selected.head });
   if (!found || found.error) return;
   keysShown = found;
+  tell(found);
   mark();
 }
 
@@ -91,7 +95,6 @@ function draw() {
   paths.forEach((path, i) => path && made.append(element("path", { d: path, class: `s${i}`, "shape-rendering": "crispEdges" })));
   made.append(bands(lines, columns), element("g", { id: "marks" }), legend(cell, most), element("rect", { x: MARGIN, y: MARGIN, width: lastX(columns), height: lastX(lines), class: "frame" }));
   box.replaceChildren(made);
-  box.style.aspectRatio = `${SIDE + MARGIN} / ${SIDE + MARGIN + LEGEND}`;
   mark();
   function lastX(cells) { return Math.min(size, cells.length) * step; }
 }
@@ -130,9 +133,9 @@ function legend(cell, most) {
   let x = MARGIN;
   for (const [value, name] of entries) {
     made.append(element("rect", { x, y, width: 14, height: 14, class: `s${value}` }), text(x + 19, y + 11, name));
-    x += cell === 1 ? 90 : 15;
+    x += cell === 1 ? 124 : 15;
   }
-  if (cell > 1) made.append(text(x + 6, y + 11, `share of pairs, each shade 2.8 times the one before, to all; a cell is ${whole(cell)} x ${whole(cell)}`));
+  if (cell > 1) made.append(text(x + 6, y + 11, `share of the pairs of a cell, ${whole(cell)} x ${whole(cell)} rows`));
   return made;
 }
 
@@ -197,7 +200,7 @@ function hover(query) {
 function zoom(factor, at = null) {
   if (!shown) return;
   const { cell, top, left } = view();
-  const next = Math.max(1, Math.min(whole_cell(), factor < 1 ? Math.floor(cell * factor) : Math.ceil(cell * factor)));
+  const next = Math.max(1, Math.min(whole_cell(), cell * factor));
   if (next >= whole_cell()) { change({ selected: { cell: 0, top: 0, left: 0 } }); return; }
   const query = at?.query >= 0 ? at.query : state.selected.query >= 0 ? state.selected.query : (top + shown.size / 2) * cell;
   const key = at?.key >= 0 ? at.key : state.selected.query >= 0 ? state.selected.query : (left + shown.size / 2) * cell;

@@ -9,7 +9,7 @@ const SIDE = 640, CENTRE = SIDE / 2, SECONDS = 2.6, NODES = 64;
 const box = document.querySelector("#ring");
 const slider = document.querySelector("#hop");
 const still = window.matchMedia("(prefers-reduced-motion: reduce)");
-let facts = null, shown = null, playing = false, started = 0, packets = [];
+let facts = null, shown = null, ranks = [], playing = false, started = 0, packets = [];
 
 export function setUpRing() {
   const button = (id, act) => document.getElementById(id).addEventListener("click", act);
@@ -26,13 +26,20 @@ export function setUpRing() {
 
 export function showRing(overview) {
   facts = overview;
+  ranks = facts.sample.length < facts.ranks ? facts.shown.slice(0, 1) : [];
   return loadHop();
+}
+
+// In a large ring, planning a rank takes a while: those that are planned are shown.
+export function growRing(planned) {
+  const now = ranks.length ? facts.shown.filter((rank) => planned.includes(rank)) : [];
+  if (now.length > ranks.length) { ranks = now; loadHop(); }
 }
 
 const go = (hop) => change({ selected: { hop: shown ? Math.max(0, Math.min(shown.hops - 1, hop)) : 0 } });
 
 async function loadHop() {
-  const found = await ask("hop", state.settings, { number: state.selected.hop });
+  const found = await ask("hop", state.settings, { number: state.selected.hop, ranks });
   if (!found || found.error) return;
   shown = found;
   if (found.number >= found.hops) { change({ selected: { hop: found.hops - 1 } }); return; }
@@ -70,8 +77,12 @@ function frame(now) {
   requestAnimationFrame(frame);
 }
 
-const angle = (rank) => (2 * Math.PI * rank) / facts.ranks - Math.PI / 2;
-const ring = () => (facts.ranks > 24 ? 262 : 232);
+// In a ring of which few ranks are shown, a gap at the top keeps the first and the last apart.
+const angle = (rank) => {
+  const gap = shown.ranks.length < facts.ranks ? 0.06 : 0;
+  return 2 * Math.PI * (gap + (rank / (facts.ranks - (gap ? 1 : 0) || 1)) * (1 - 2 * gap)) - Math.PI / 2;
+};
+const ring = () => (facts.ranks > 24 ? 232 : 212);
 const at = (rank, radius = ring()) => [CENTRE + radius * Math.cos(angle(rank)), CENTRE + radius * Math.sin(angle(rank))];
 
 function draw() {
@@ -99,7 +110,7 @@ function draw() {
   for (const rank of shown.ranks) made.append(node(rank, computed[rank], busiest, radius));
   made.append(...packets.map((packet) => packet.shape));
   made.append(
-    text(CENTRE, CENTRE - 22, number === 0 ? "hop 0: own rows" : `hop ${whole(number)}`, { "text-anchor": "middle", class: "strong", style: "font-size:17px" }),
+    text(CENTRE, CENTRE - 22, number === 0 ? "hop 0: own rows" : `hop ${whole(number)}`, { "text-anchor": "middle", class: "strong big" }),
     text(CENTRE, CENTRE + 2, last ? "the last: nothing moves" : total ? `meanwhile ${bytes(total)} move` : "nothing moves", { "text-anchor": "middle" }),
     text(CENTRE, CENTRE + 22, sampled ? `${shown.ranks.length} of ${whole(facts.ranks)} ranks are shown` : last || !total ? "" : `in ${moves.length} ${moves.length === 1 ? "message" : "messages"}, for hop ${whole(number + 1)}`, { "text-anchor": "middle" }),
   );
@@ -109,7 +120,7 @@ function draw() {
 }
 
 function defs() {
-  return element("defs", {}, element("marker", { id: "tip", viewBox: "0 0 8 8", refX: 6, refY: 4, markerWidth: 6, markerHeight: 6, orient: "auto-start-reverse" }, element("path", { d: "M0 1L7 4L0 7z", class: "idle" })));
+  return element("defs", {}, element("marker", { id: "tip", viewBox: "0 0 8 8", refX: 6, refY: 4, markerWidth: 6, markerHeight: 6, orient: "auto-start-reverse" }, element("path", { d: "M0 1L7 4L0 7z", class: "tip" })));
 }
 
 // Ranks of one node are framed together.
@@ -133,7 +144,7 @@ function arrow(move, most, radius) {
   const middle = [(a[0] + b[0]) / 2 - (dy / length) * bend * 0.4 + (CENTRE - (a[0] + b[0]) / 2) * 0.22, (a[1] + b[1]) / 2 + (dx / length) * bend * 0.4 + (CENTRE - (a[1] + b[1]) / 2) * 0.22];
   const cut = (from, to, by) => { const far = Math.hypot(to[0] - from[0], to[1] - from[1]) || 1; return [from[0] + ((to[0] - from[0]) / far) * by, from[1] + ((to[1] - from[1]) / far) * by]; };
   const [first, last] = [cut(a, middle, radius + 3), cut(b, middle, radius + 7)];
-  const path = element("path", { d: `M${round(first[0])} ${round(first[1])}Q${round(middle[0])} ${round(middle[1])} ${round(last[0])} ${round(last[1])}`, class: "frame", "stroke-width": move.across ? 2.5 : 1.2, "stroke-dasharray": move.across ? "6 4" : undefined, "marker-end": "url(#tip)" });
+  const path = element("path", { d: `M${round(first[0])} ${round(first[1])}Q${round(middle[0])} ${round(middle[1])} ${round(last[0])} ${round(last[1])}`, class: "arrow", "stroke-width": move.across ? 2.5 : 1.2, "stroke-dasharray": move.across ? "6 4" : undefined, "marker-end": "url(#tip)" });
   const size = 4 + 7 * Math.sqrt(move.bytes / most);
   const dot = element("rect", { x: -size, y: -size * 0.62, width: 2 * size, height: 1.24 * size, rx: 2, fill: rankColour(move.owner, facts.ranks), class: "packet" },
     element("title", {}, `${move.from} to ${move.to}: ${whole(move.rows)} rows of rank ${move.owner}, ${bytes(move.bytes)}`));
