@@ -52,8 +52,8 @@ def test_numbers_are_those_of_the_plan(explorer: Explorer, seed: int) -> None:
         ({}, "lengths", "20,30", ALL),
         ({}, "ranks", "3", ALL),
         ({}, "layout", "contiguous", ALL),
-        (dict(pattern="full", ranks="6", hop=3), "routing", "direct", {"ring"}),
-        (dict(pattern="full", ranks="4", routing="node"), "node", "4", {"ring"}),
+        (dict(pattern="full", ranks="6", hop=3), "routing", "direct", {"ring", "costs"}),
+        (dict(pattern="full", ranks="4", routing="node"), "node", "4", {"ring", "costs"}),
         ({}, "heads", "8", {"ring", "costs"}),
         ({}, "kv_heads", "2", {"ring", "costs"}),
         ({}, "head_dim", "32", {"ring", "costs"}),
@@ -118,9 +118,9 @@ def test_examples_and_the_builder(explorer: Explorer) -> None:
 
 
 def test_pointing_at_a_query_shows_its_keys(explorer: Explorer) -> None:
-    box = explorer.page.locator("#matrix svg").bounding_box()
-    unit = box["width"] / 666
-    explorer.page.mouse.move(box["x"] + 300 * unit, box["y"] + (26 + 37.5 * 10) * unit)  # row 37 of 64
+    drawn = explorer.page.locator("#matrix svg")
+    unit = drawn.bounding_box()["width"] / 666
+    drawn.hover(position=dict(x=300 * unit, y=(26 + 37.5 * 10) * unit))  # row 37 of 64
     explorer.page.wait_for_function("document.querySelector('#readout').textContent.startsWith('Query 37 ')")
     explorer.wait()
     found = json.loads(answer(json.dumps(dict(view="keys", settings={}, query=37, head=0))))

@@ -63,7 +63,8 @@ def explore(
     port: Annotated[int, typer.Option(help="Port of the server.", min=0, max=65535, show_default="a free one")] = 0,
     browser: Annotated[bool, typer.Option(help="Whether to open the page in a browser.")] = True,
     out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Write the page as a static site instead of serving it.")
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Write the page as a static site instead.", show_default="serve it"),
     ] = None,
 ) -> None:
     """Look at patterns, layouts and rings in a browser: who sees what, who holds what, and what moves at each hop.

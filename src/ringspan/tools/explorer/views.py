@@ -207,7 +207,7 @@ def _moves(plan: RingPlan, rank: int, following: Hop) -> list[dict[str, int]]:
 
 
 def costs(settings: ExplorerSettings, *, ranks: Sequence[int] = ()) -> dict[str, Any]:
-    """Work, bytes and memory of some ranks, by default of the sample, next to those of a plain ring and an all-gather."""
+    """Work, bytes and memory of ranks, by default of the sample, next to a plain ring and an all-gather."""
     plan = settings.ring
     found = []
     for rank in ranks or plan.sample:
