@@ -36,10 +36,9 @@ onChange(({ settings, selected }) => {
   }
 });
 
-const begun = performance.now();
 update();
 ready.then(
-  () => { byId("status").textContent = `Python ready in ${((performance.now() - begun) / 1000).toFixed(1)} s`; },
+  () => { byId("status").textContent = "Ready"; },
   (error) => { byId("status").textContent = "Python did not start"; showError(`The planner did not start: ${error.message}`); },
 );
 loadResult();
