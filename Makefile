@@ -8,7 +8,7 @@ INTEGRATIONS := $(VENV)/integrations
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-rest test-all lint errors dist docs versions models figures bench scale clean
+.PHONY: help run test test-rest test-all lint errors dist docs explorer pictures versions models figures bench scale clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{ printf "  make %-18s %s\n", $$1, $$2 }'
@@ -25,9 +25,15 @@ test-rest: $(INTEGRATIONS)  ## what test leaves out: slow tests, random tests wi
 
 test-all: test test-rest  ## test, then test-rest (about 12 minutes on two cores)
 
-docs: $(INTEGRATIONS)  ## build the documentation site into docs/_build (no network needed)
+docs: $(INTEGRATIONS)  ## build the documentation site and the explorer into docs/_build (npm fetches Pyodide once)
 	@$(BIN)/sphinx-build -q -W docs docs/_build
 	@echo "docs/_build/index.html"
+
+explorer: $(READY)  ## build the explorer alone into docs/_build/explorer (npm fetches Pyodide once)
+	@$(BIN)/ringspan explore --out docs/_build/explorer
+
+pictures: $(READY)  ## take the explorer's screenshots for the docs again (needs chromium)
+	@$(BIN)/python docs/take_pictures.py
 
 versions: test-all  ## test everything, and list the versions in docs/versions.md
 	@$(BIN)/python docs/write_versions.py

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import ringspan
 
-sys.path.insert(0, str(Path(__file__).parent))  # commands and formulas are extensions of this folder
+sys.path.insert(0, str(Path(__file__).parent))  # commands, explorer_site and formulas are extensions of this folder
 
 project = "ringspan"
 author = "The ringspan authors"
@@ -18,6 +18,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "commands",
+    "explorer_site",
     "formulas",
 ]
 exclude_patterns = ["_build"]

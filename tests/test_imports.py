@@ -17,7 +17,7 @@ ALLOWED: dict[str, set[str]] = {
     "geometry": set(),
     "balance": {"geometry"},
     "layout": {"balance", "geometry"},
-    "planning": {"geometry", "layout"},  # and planning/api.py kernels and validation, for dtypes and offsets
+    "planning": {"geometry", "layout"},  # and planning/api.py and best.py validation, for types
     "kernels": {"geometry"},
     "softmax": set(),
     "views": {"geometry"},
@@ -127,8 +127,12 @@ def test_every_public_name_resolves(name: str) -> None:
     assert getattr(rs, name) is not None
 
 
-def test_patterns_are_importable_without_torch() -> None:
-    script = "import sys; sys.modules['torch'] = None; import ringspan as rs; rs.Dilated((8,), (2,)); rs.ByNode(2)"
+def test_patterns_and_plans_need_no_torch() -> None:
+    script = "import sys; sys.modules['torch'] = None; import ringspan as rs; rs.ByNode(2)\n"
+    script += "pattern = rs.Window(3) + rs.Dilated((8,), (2,))\n"
+    script += (
+        "print(rs.plan(pattern, 64, ring_size=4, lengths=(60, 4), dtype='bfloat16'), rs.best_layout(pattern, 64, 4))"
+    )
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
 
 

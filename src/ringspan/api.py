@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ringspan._op import attention_op
-from ringspan.geometry import Pattern, as_int
+from ringspan.geometry import Pattern, as_int, check_pattern
 from ringspan.order import FoldedOrder, Order
 from ringspan.planning import Optimize, costs_for
 from ringspan.ring import Ring, SimulatedRing
@@ -16,7 +16,6 @@ from ringspan.validation import (
     Lengths,
     autocast,
     check_operands,
-    check_pattern,
     check_sinks,
     check_tensors,
     kernel_for,

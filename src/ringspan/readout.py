@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ringspan.api import check_options
 from ringspan.execute import describe_sinks
-from ringspan.geometry import Documents, Pattern, as_int, as_positions, keys_seen
+from ringspan.geometry import Documents, Pattern, as_int, as_positions, check_pattern, keys_seen
 from ringspan.kernels import ScoreOptions, accumulation_dtype
 from ringspan.layout import Layout
 from ringspan.order import Order, Pass, check_fits, passes
@@ -29,7 +29,6 @@ from ringspan.validation import (
     Lengths,
     autocast,
     check_operands,
-    check_pattern,
     check_sinks,
     check_tensors,
     document_lengths,

@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
@@ -20,13 +19,13 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from ringspan import kernels
-from ringspan.geometry import Documents, Pattern, as_int, unselected_warning
+from ringspan.geometry import Pattern, unselected_warning
+from ringspan.geometry.documents import OFFSETS_EXAMPLE, lengths_of_documents, lengths_of_offsets
 from ringspan.kernels import Kernel
 
 Lengths: TypeAlias = "Iterable[int] | Tensor"
 # Warnings point at the first line of the call stack that is in neither of these folders.
 _LIBRARY_FOLDERS = tuple(os.path.dirname(file) + os.sep for file in (__file__, torch.__file__))
-_OFFSETS_EXAMPLE = "(0, n1, n1 + n2, ..)"
 
 
 def check_tensors(q: Any, k: Any, v: Any) -> None:
@@ -74,15 +73,6 @@ def _check_reverse_mode(*tensors: Tensor) -> None:
             "reverse-mode gradients only. Use .backward() or torch.autograd.grad, or "
             "ringspan.oracle.dense_attention for small problems that need forward mode"
         )
-
-
-def check_pattern(pattern: Any, kv_heads: int) -> None:
-    """Raise unless ``pattern`` is a pattern for tensors with this many KV heads."""
-    if not isinstance(pattern, Pattern):
-        raise TypeError(
-            f"pattern={pattern!r}: must be Full(), Window(left), Dilated(segment_lengths, dilation_rates), or a sum"
-        )
-    pattern.check_heads(kv_heads)
 
 
 def check_sinks(sinks: Any, q: Tensor) -> None:
@@ -167,22 +157,21 @@ def packed_lengths(lengths: Any, cu_seqlens: Any, seq_len: int | None) -> Tensor
     >>> packed_lengths(None, (0, 3, 3, 5), 5).tolist()
     [3, 0, 2]
     """
-    if cu_seqlens is None:
-        return None if lengths is None else _lengths_tensor(lengths)
-    if lengths is not None:
-        raise ValueError("both lengths and cu_seqlens are given: they state the same documents; leave one out")
-    if isinstance(cu_seqlens, Tensor):
+    if isinstance(cu_seqlens, Tensor) and lengths is None:
         if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1:
             raise ValueError(
                 f"cu_seqlens is {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}: must be int32 or int64 with one "
-                f"dimension: {_OFFSETS_EXAMPLE}"
+                f"dimension: {OFFSETS_EXAMPLE}"
             )
-    elif isinstance(cu_seqlens, Iterable):
-        offsets = [as_int(f"cu_seqlens[{i}]", x) for i, x in enumerate(cu_seqlens)]
-        cu_seqlens = torch.tensor(offsets, dtype=torch.int64)
-    else:
-        raise TypeError(f"cu_seqlens={cu_seqlens!r}: must be offsets {_OFFSETS_EXAMPLE}, as ints or as a tensor")
-    return lengths_of_offsets_op(cu_seqlens, seq_len)
+        return lengths_of_offsets_op(cu_seqlens, seq_len)
+    if isinstance(lengths, Tensor) and cu_seqlens is None:
+        if lengths.dtype != torch.int64 or lengths.dim() != 1:
+            raise ValueError(
+                f"lengths is {lengths.dtype} of shape {tuple(lengths.shape)}: must be int64, one number per document"
+            )
+        return lengths
+    found = lengths_of_documents(lengths, cu_seqlens, seq_len)
+    return None if found is None else torch.tensor(found, dtype=torch.int64)
 
 
 def document_lengths(lengths: Any, cu_seqlens: Any, seq_len: int | None) -> tuple[int, ...] | None:
@@ -191,33 +180,10 @@ def document_lengths(lengths: Any, cu_seqlens: Any, seq_len: int | None) -> tupl
     return None if packed is None else tuple(packed.tolist())
 
 
-def _lengths_tensor(lengths: Any) -> Tensor:
-    if isinstance(lengths, Tensor):
-        if lengths.dtype != torch.int64 or lengths.dim() != 1:
-            raise ValueError(
-                f"lengths is {lengths.dtype} of shape {tuple(lengths.shape)}: must be int64, one number per document"
-            )
-        return lengths
-    if not isinstance(lengths, Iterable):
-        raise TypeError(f"lengths={lengths!r}: must be a sequence of ints or an int64 tensor, one number per document")
-    return torch.tensor(Documents(tuple(lengths)).lengths, dtype=torch.int64)
-
-
 @torch.library.custom_op("ringspan::lengths_of_offsets", mutates_args=())
 def lengths_of_offsets_op(cu_seqlens: Tensor, seq_len: int | None) -> Tensor:
     """Differences of the offsets, int64, on the CPU. Raises if they are not offsets of a sequence of this length."""
-    offsets = cu_seqlens.tolist()
-    if not offsets or offsets[0] != 0:
-        raise ValueError(f"cu_seqlens begins with {offsets[0] if offsets else 'nothing'}: must begin with 0")
-    for i, (start, stop) in enumerate(pairwise(offsets)):
-        if stop < start:
-            raise ValueError(f"cu_seqlens[{i + 1}]={stop} after {start}: offsets must not decrease")
-    if seq_len is not None and offsets[-1] != seq_len:
-        raise ValueError(
-            f"cu_seqlens ends with {offsets[-1]}, but the sequence has {seq_len} rows: must end with the sequence "
-            "length; give padding a document of its own"
-        )
-    return torch.tensor([stop - start for start, stop in pairwise(offsets)], dtype=torch.int64)
+    return torch.tensor(lengths_of_offsets(cu_seqlens.tolist(), seq_len), dtype=torch.int64)
 
 
 @lengths_of_offsets_op.register_fake

@@ -9,17 +9,8 @@ import pytest
 import torch
 
 import ringspan as rs
-from ringspan.order.curves import (
-    Boxes,
-    CurveName,
-    _slots,
-    all_cells,
-    follow,
-    hilbert_curve,
-    hilbert_positions,
-    sort_keys,
-    visit,
-)
+from ringspan.geometry.curves import CurveName, box_slots, cells_in_order, row_major_steps
+from ringspan.order.curves import Boxes, all_cells, follow, hilbert_curve, hilbert_positions, sort_keys, visit
 from tests.counting import CountingMode
 
 CURVES: list[CurveName] = ["hilbert", "row_major", "snake", "morton"]
@@ -34,17 +25,25 @@ def steps(shape: tuple[int, ...], curve: CurveName = "hilbert") -> torch.Tensor:
 
 def steps_of_all(shapes: list[tuple[int, ...]]) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
     """The same for many boxes, whose curves are made together: one after the other they would take a minute."""
-    columns: list[list[int]] = []
-    start = 0
+    boxes, starts, start = {}, [], 0
     for shape in shapes:
-        slots = [*_slots(shape), *(axis for axis, side in enumerate(shape) if side == 1)]
-        strides = [math.prod(shape[axis + 1 :]) for axis in slots]
-        columns.append([start, *(shape[axis] for axis in slots), *strides])
+        slots, strides = (
+            [*box_slots(shape), *(axis for axis, side in enumerate(shape) if side == 1)],
+            row_major_steps(shape),
+        )
+        entered = torch.tensor([start])
+        found = Boxes(entered, entered, [torch.tensor([strides[axis]]) for axis in slots])
+        sides = tuple(shape[axis] for axis in slots)
+        if sides in boxes:
+            found = Boxes(
+                *(torch.cat(pair) for pair in zip(boxes[sides][:2], found[:2], strict=True)),
+                [torch.cat(pair) for pair in zip(boxes[sides].marks, found.marks, strict=True)],
+            )
+        boxes[sides] = found
+        starts.append(start)
         start += math.prod(shape)
-    starts, *others = torch.tensor(columns).unbind(1)
-    sizes, strides = others[: len(others) // 2], others[len(others) // 2 :]
-    curves = follow(Boxes(starts, starts, sizes, strides), start)
-    for shape, first in zip(shapes, starts.tolist(), strict=True):
+    curves = follow(boxes, start)
+    for shape, first in zip(shapes, starts, strict=True):
         rows = curves[first : first + math.prod(shape)] - first
         assert torch.equal(rows.sort().values, torch.arange(math.prod(shape))), shape
         yield shape, all_cells(shape)[rows].diff(dim=0).abs()
@@ -115,6 +114,12 @@ def test_cubes_of_a_power_of_two_hold_cubes() -> None:
 @pytest.mark.parametrize("shape", [(7,), (1, 1), (5, 9), (16, 16), (30, 14), (3, 4, 7), (6, 6, 2, 4), (1, 13, 1, 5)])
 def test_positions_of_cells_are_those_of_the_whole_curve(shape: tuple[int, ...]) -> None:
     assert torch.equal(hilbert_positions(all_cells(shape)[hilbert_curve(shape)], shape), torch.arange(math.prod(shape)))
+
+
+@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize("shape", [(5, 8), (4, 4, 4), (9,), (1, 1), (30, 14), (3, 4, 7), (1, 13, 1, 5)])
+def test_integers_and_tensors_follow_one_curve(curve: CurveName, shape: tuple[int, ...]) -> None:
+    assert cells_in_order(curve, shape) == visit(curve, shape).tolist()
 
 
 @pytest.mark.parametrize("curve", CURVES)

@@ -23,6 +23,7 @@ from ringspan.runtime.settings import RunError, missing_package
 COMMANDS = {
     "verify": "Check on this machine that a ring is exact, sharded and fast.",
     "plan": "Show what each rank of a ring would compute, send and hold.",
+    "explore": "Look at patterns, layouts and rings in a browser.",
     "rehearse": "Run some ranks of a large ring on this machine, one at a time.",
     "stream": "Compute attention over a sequence larger than memory.",
     "bench": "Measure speed, memory and maximum length; compare with others.",

@@ -13,6 +13,7 @@ import typer
 
 from ringspan.geometry import Dilated, Pattern, parse_pattern, unselected_warning
 from ringspan.layout import check_layout_name
+from ringspan.runtime.counts import parse_count, parse_documents
 from ringspan.train.config import TrainSettings, choices_of
 
 if TYPE_CHECKING:
@@ -58,16 +59,10 @@ def read_count(text: str, least: int = 1) -> int:
     >>> read_count("32k"), read_count("1e9"), read_count("131_072")
     (32768, 1000000000, 131072)
     """
-    units = {"k": 2**10, "m": 2**20, "g": 2**30}
-    digits, unit = (text[:-1], units[text[-1].lower()]) if text[-1:].lower() in units else (text, 1)
     try:
-        value = float(digits) * unit
-        whole = int(value)
-    except (OverflowError, ValueError):
-        raise typer.BadParameter(f"{text!r}: must be a whole number, such as 131072, 128k or 1e9") from None
-    if value != whole or whole < least:
-        raise typer.BadParameter(f"{text!r}: must be a whole number of at least {least}")
-    return whole
+        return parse_count(text, least)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def _read_count_or_zero(text: str) -> int:
@@ -206,11 +201,10 @@ def read_documents(text: str) -> tuple[int, ...]:
     >>> read_documents("4k, 100*3")
     (4096, 100, 100, 100)
     """
-    lengths: list[int] = []
-    for word in text.split(","):
-        length, times, count = word.strip().partition("*")
-        lengths += [read_count(length)] * (read_count(count) if times else 1)
-    return tuple(lengths)
+    try:
+        return parse_documents(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 LENGTHS_HELP = "Lengths of packed documents, such as 64k,512*128; their sum replaces --tokens."

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ringspan.decoding.retention import UNBOUNDED, Copies, RankShare, Retention, branch_retentions
-from ringspan.geometry import Documents, Pattern, as_int
+from ringspan.geometry import Documents, Pattern, as_int, check_pattern
 from ringspan.ring import Ring
-from ringspan.validation import check_pattern, warn_if_unselected
+from ringspan.validation import warn_if_unselected
 from ringspan.views import comb_view
 
 _FIRST_SLOTS = 64  # initial size of a buffer

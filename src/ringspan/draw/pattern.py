@@ -7,7 +7,8 @@ import textwrap
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from ringspan.geometry import Dilated, Full, Pattern, SegmentBranch, SegmentRun, WindowBranch, segment_runs
+from ringspan.geometry import Dilated, Full, Pattern
+from ringspan.geometry.density import pairs_in_cells
 from ringspan.oracle import multiplicity
 
 if TYPE_CHECKING:
@@ -174,61 +175,7 @@ def pairs_by_cell(pattern: Pattern, n: int, kv_heads: int = 1, *, causal: bool =
     """
     import numpy as np  # noqa: PLC0415
 
-    borders = cell_borders(n)
-    cells = list(pairwise(borders))
-    counts = np.zeros((len(cells), len(cells)))
-    for branch in pattern.branches(n, kv_heads):
-        if isinstance(branch, WindowBranch):
-            window = branch.up_to_own_row() if causal else branch
-            counts += [[kv_heads * _pairs_in_window(queries, keys, window) for keys in cells] for queries in cells]
-            continue
-        for i, (start, stop) in enumerate(cells):
-            for run in segment_runs(start, stop, branch):
-                rows = _selected(run, branch)
-                counts[i, i] += run.segments * sum(m * (m + 1) // 2 if causal else m * m for m in rows)
-        tails = [_shared(cell, branch) for cell in cells]
-        for i, (start, _) in enumerate(cells):
-            for j in range(i):  # two cells share at most the segment that holds the first row of the later one
-                if _segment(start, branch) != _segment(cells[j][1] - 1, branch):
-                    continue
-                pairs = sum(a * b for a, b in zip(tails[i][0], tails[j][1], strict=True))
-                counts[i, j] += pairs
-                if not causal:
-                    counts[j, i] += pairs
-    return counts
-
-
-def _pairs_in_window(queries: tuple[int, int], keys: tuple[int, int], window: WindowBranch) -> int:
-    """The number of pairs that a window sees among query rows ``start .. stop - 1`` and key rows ``start .. stop - 1``.
-
-    The number of pairs whose rows differ by x is a trapezoid over x: the sum of four ramps.
-
-    >>> _pairs_in_window((0, 2**30), (0, 2**30), WindowBranch(2**20, 0)) == 2**20 * 2**30 + 2**30 - 2**19 * (2**20 + 1)
-    True
-    """
-    (a, b), (c, d) = queries, keys
-    return sum(sign * _ramp(start, window) for start, sign in ((a - d, 1), (a - c, -1), (b - d, -1), (b - c, 1)))
-
-
-def _ramp(start: int, window: WindowBranch) -> int:
-    """The sum of max(0, x - start) over the distances x from a query back to its keys."""
-    least = max(-window.right, start + 1 + (-start - 1) % window.rate)
-    if least > window.left:
-        return 0
-    count = (window.left - least) // window.rate + 1
-    return count * (least + window.left - 2 * start) // 2
-
-
-def _segment(row: int, branch: SegmentBranch) -> int:
-    return (row + branch.shift) // branch.segment_length
-
-
-def _selected(run: SegmentRun, branch: SegmentBranch) -> list[int]:
-    """The number of rows that each KV head selects in one segment of a run."""
-    return [lane.rows for lane in run.lanes(branch)]
-
-
-def _shared(cell: tuple[int, int], branch: SegmentBranch) -> tuple[list[int], list[int]]:
-    """Selected rows of a cell, for each KV head: in the segment of its first row, and in that of its last row."""
-    found = list(segment_runs(*cell, branch))
-    return _selected(found[0], branch), _selected(found[-1], branch)
+    cells = list(pairwise(cell_borders(n)))
+    branches = pattern.branches(n, kv_heads)
+    counts = [pairs_in_cells(branch, cells, cells, range(kv_heads), causal=causal) for branch in branches]
+    return np.array(counts, dtype=np.float64).sum(axis=0)

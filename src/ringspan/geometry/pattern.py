@@ -390,6 +390,15 @@ def _parse_term(term: str, read_count: Callable[[str], int]) -> Pattern:
     return Dilated(lengths, rates, offsets, *(int(found[name] or 0) for name in ("shift", "first", "total")))
 
 
+def check_pattern(pattern: object, kv_heads: int) -> None:
+    """Raise unless ``pattern`` is a pattern for tensors with this many KV heads."""
+    if not isinstance(pattern, Pattern):
+        raise TypeError(
+            f"pattern={pattern!r}: must be Full(), Window(left), Dilated(segment_lengths, dilation_rates), or a sum"
+        )
+    pattern.check_heads(kv_heads)
+
+
 def unselected_row(pattern: Pattern, rows: int, kv_heads: int) -> tuple[int, int] | None:
     """The first (row, head) that no branch selects, or None. Checks the first 256 intervals between segment borders.
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ringspan.api import attention
-from ringspan.geometry import Dilated, HeadOffsets, Pattern
+from ringspan.geometry import Dilated, HeadOffsets, Pattern, check_pattern
 from ringspan.ring import Ring, SimulatedRing
-from ringspan.validation import Lengths, check_pattern
+from ringspan.validation import Lengths
 
 
 class Attention(nn.Module):

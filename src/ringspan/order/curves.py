@@ -1,138 +1,38 @@
-"""Curves through the cells of any box, in any number of dimensions: Hilbert, row-major, snake and Morton.
+"""The curves of `ringspan.geometry.curves` as tensors: all cells of a box in curve order, and sort keys of given cells.
 
-The Hilbert curve enters a box at one corner and leaves it at the other end of one side, the box's *course*. The box is
-cut into parts with the same property, each of which ends next to the cell where the next one starts; parts are cut
-again until they are single cells, by torch operations on many boxes. docs/hilbert.md explains when consecutive cells
-are adjacent. The other curves are sort keys.
+The Hilbert curve is followed for many boxes at a time, by torch operations on all boxes of equal sides.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-FIRST, SECOND, WHOLE = range(3)
-_MOST_SIDES = 12  # a box with this many sides is cut into 2 ** 11 parts at a time
-
-
-def row_major_keys(cells: Tensor, shape: Sequence[int]) -> Tensor:
-    """Row by row, each row forwards.
-
-    >>> row_major_keys(torch.tensor([[0, 2], [1, 0]]), (2, 3)).tolist()
-    [2, 3]
-    """
-    key = torch.zeros(len(cells), dtype=torch.int64, device=cells.device)
-    for axis, side in enumerate(shape):
-        key = key * side + cells[:, axis]
-    return key
-
-
-def snake_keys(cells: Tensor, shape: Sequence[int]) -> Tensor:
-    """Row by row, every other row backwards: consecutive cells are adjacent, but a segment is still a strip.
-
-    >>> snake_keys(torch.tensor([[0, 2], [1, 2], [1, 0]]), (2, 3)).tolist()
-    [2, 3, 5]
-    """
-    key = torch.zeros(len(cells), dtype=torch.int64, device=cells.device)
-    for axis, side in enumerate(shape):
-        place = cells[:, axis]
-        key = key * side + torch.where(key % 2 == 0, place, side - 1 - place)
-    return key
-
-
-def morton_keys(cells: Tensor, shape: Sequence[int]) -> Tensor:
-    """Z-order: the bits of the coordinates interleaved, the most significant first; short sides have fewer bits.
-
-    >>> morton_keys(torch.tensor([[0, 1], [1, 0], [0, 2]]), (2, 4)).tolist()
-    [1, 2, 4]
-    """
-    lengths = [(side - 1).bit_length() for side in shape]
-    key = torch.zeros(len(cells), dtype=torch.int64, device=cells.device)
-    for bit in reversed(range(max(lengths))):
-        for axis, length in enumerate(lengths):
-            if bit < length:
-                key = key << 1 | cells[:, axis] >> bit & 1
-    return key
-
-
-class SideRange(NamedTuple):
-    """The range of one side that a part covers (first half, second half, whole), and the end at which it starts."""
-
-    half: int
-    from_far_end: bool
-
-
-class BoxPart(NamedTuple):
-    """A part of a box: a range of each side that is cut, and the index of the side that is the part's course."""
-
-    course: int
-    ranges: tuple[SideRange, ...]
-
-
-@lru_cache
-def parts_of_box(sides: int) -> tuple[BoxPart, ...]:
-    """The parts of a box of which ``sides`` sides are cut, in curve order; the last side is the box's course.
-
-    Corners are visited in Gray code order: one side changes from each to the next. Between the first and the
-    last, they form pairs with a common course, and each pair is one part.
-
-    >>> [part.course for part in parts_of_box(2)]  # up, along, down: the shape of Hilbert's curve
-    [0, 1, 0]
-    """
-    if sides == 1:
-        return BoxPart(0, (SideRange(FIRST, False),)), BoxPart(0, (SideRange(SECOND, False),))
-    parts = [BoxPart(0, (SideRange(FIRST, False),) * sides)]
-    for i in range(1, 2**sides - 1, 2):
-        corner, course = i ^ i >> 1, (~i & i + 1).bit_length() - 1
-        seconds = [bool(corner >> side & 1) for side in range(sides)]
-        ranges = [SideRange(SECOND if second else FIRST, second) for second in seconds]
-        ranges[0] = SideRange(ranges[0].half, not seconds[0])  # entered from the part before, across side 0
-        ranges[course] = SideRange(WHOLE, seconds[course])
-        parts.append(BoxPart(course, tuple(ranges)))
-    between = (SideRange(FIRST, False),) * (sides - 2)
-    parts.append(BoxPart(0, (SideRange(FIRST, True), *between, SideRange(SECOND, True))))
-    return tuple(parts)
+from ringspan.geometry.curves import KEYS, CurveName, box_slots, cut_box, row_major_steps
 
 
 class Boxes(NamedTuple):
-    """Many boxes. Slot 0 of each is its course; the other slots are its other sides.
+    """Boxes with the same sides. ``position`` is the number of cells on the curve before each box.
 
-    ``sizes`` are the lengths of the sides; ``position`` is the number of cells on the curve before the box. The caller
-    defines ``tags`` and ``marks`` (one per slot).
+    The caller defines ``tags`` and ``marks`` (one per side).
     """
 
     position: Tensor
     tags: Tensor
-    sizes: list[Tensor]
     marks: list[Tensor]
 
     def where(self, mask: Tensor) -> Boxes:
         """The boxes selected by the mask."""
         numbers = mask.nonzero().squeeze(1)
-        sizes, marks = ([x[numbers] for x in columns] for columns in (self.sizes, self.marks))
-        return Boxes(self.position[numbers], self.tags[numbers], sizes, marks)
+        return Boxes(self.position[numbers], self.tags[numbers], [mark[numbers] for mark in self.marks])
 
 
-class Cut(NamedTuple):
-    """One part of each of ``boxes``, by slot: its size, the coordinate where the curve enters, and its direction."""
-
-    boxes: Boxes
-    course: int
-    sizes: list[Tensor]
-    entries: list[Tensor | None]  # None: where the curve enters the box
-    signs: list[int]
-    position: Tensor
-    volume: Tensor
-
-    def become(self, tags: Tensor, marks: list[Tensor]) -> Boxes:
-        """The parts as boxes, with their course in slot 0."""
-        sizes, marks = ([*x[self.course :], *x[: self.course]] for x in (self.sizes, marks))
-        return Boxes(self.position, tags, sizes, marks)
+BoxesBySides = dict[tuple[int, ...], Boxes]
 
 
 def hilbert_curve(shape: Sequence[int], device: torch.device | str | None = None) -> Tensor:
@@ -142,32 +42,37 @@ def hilbert_curve(shape: Sequence[int], device: torch.device | str | None = None
     [0, 4, 5, 1, 2, 6, 7, 3]
     """
     zero = torch.zeros(1, dtype=torch.int64, device=device)
-    slots = _slots(shape)
+    slots, steps = box_slots(shape), row_major_steps(shape)
     if not slots:
         return zero
-    steps = [zero + math.prod(shape[axis + 1 :]) for axis in slots]
-    return follow(Boxes(zero, zero, [zero + shape[axis] for axis in slots], steps), math.prod(shape))
+    whole = Boxes(zero, zero, [zero + steps[axis] for axis in slots])
+    return follow({tuple(shape[axis] for axis in slots): whole}, math.prod(shape))
 
 
-def follow(boxes: Boxes, cells: int) -> Tensor:
+def follow(boxes: BoxesBySides, cells: int) -> Tensor:
     """The ``cells`` cells of all boxes, at their positions on the curve.
 
     The tag of a box is the cell where the curve enters it; its marks are the index steps along its sides. No box is a
     single cell.
     """
-    curve = torch.empty(cells, dtype=torch.int64, device=boxes.tags.device)
-    while len(boxes.tags):
-        found = []
-        for cut in _cuts(boxes):
-            entered = cut.boxes.tags.clone()
-            for step, entry in zip(cut.boxes.marks, cut.entries, strict=True):
-                if entry is not None:
-                    entered += step * entry
-            steps = [step if sign > 0 else -step for step, sign in zip(cut.boxes.marks, cut.signs, strict=True)]
-            parts, is_cell = cut.become(entered, steps), cut.volume == 1
-            curve[parts.position[is_cell]] = entered[is_cell]
-            found.append(parts.where(~is_cell))
-        boxes = _join(found)
+    curve = torch.empty(cells, dtype=torch.int64, device=next(iter(boxes.values())).tags.device)
+    waiting = _Waiting(boxes)
+    while waiting:
+        sides, group = waiting.take_largest()
+        for cut in cut_box(sides):
+            entered = group.tags
+            for slot, entry in zip(cut.slots, cut.entries, strict=True):
+                if entry:
+                    entered = entered + group.marks[slot] * entry
+            position = group.position + cut.position
+            if cut.volume == 1:
+                curve[position] = entered
+                continue
+            steps = [
+                group.marks[slot] if sign > 0 else -group.marks[slot]
+                for slot, sign in zip(cut.slots, cut.signs, strict=True)
+            ]
+            waiting.add(cut.sizes, Boxes(position, entered, steps))
     return curve
 
 
@@ -177,120 +82,52 @@ def hilbert_positions(cells: Tensor, shape: Sequence[int]) -> Tensor:
     >>> hilbert_positions(torch.tensor([[0, 1], [1, 3]]), (2, 4)).tolist()
     [3, 6]
     """
-    slots = _slots(shape)
+    slots = box_slots(shape)
     positions = torch.zeros(len(cells), dtype=torch.int64, device=cells.device)
-    sizes = [torch.full_like(positions, shape[axis]) for axis in slots]
     numbers = torch.arange(len(cells), device=cells.device)
-    boxes = Boxes(positions, numbers, sizes, [cells[:, axis].long() for axis in slots])
-    while slots and len(boxes.tags):
-        found = []
-        for cut in _cuts(boxes):
+    whole = Boxes(positions, numbers, [cells[:, axis].long() for axis in slots])
+    waiting = _Waiting({tuple(shape[axis] for axis in slots): whole} if slots else {})
+    while waiting:
+        sides, group = waiting.take_largest()
+        for cut in cut_box(sides):
             places = [
-                (place if entry is None else place - entry) * sign
-                for place, entry, sign in zip(cut.boxes.marks, cut.entries, cut.signs, strict=True)
+                (group.marks[slot] - entry) * sign
+                for slot, entry, sign in zip(cut.slots, cut.entries, cut.signs, strict=True)
             ]
-            inside = torch.ones_like(cut.volume, dtype=torch.bool)
+            inside = torch.ones_like(group.tags, dtype=torch.bool)
             for place, size in zip(places, cut.sizes, strict=True):
                 inside &= (place >= 0) & (place < size)
-            parts, is_cell = cut.become(cut.boxes.tags, places), cut.volume == 1
-            positions[parts.tags[inside & is_cell]] = parts.position[inside & is_cell]
-            found.append(parts.where(inside & ~is_cell))
-        boxes = _join(found)
+            part = Boxes(group.position + cut.position, group.tags, places).where(inside)
+            if cut.volume == 1:
+                positions[part.tags] = part.position
+            elif len(part.tags):
+                waiting.add(cut.sizes, part)
     return positions
 
 
-def _slots(shape: Sequence[int]) -> list[int]:
-    """The axes of the box that are longer than one cell, the course first: a long side, and an even one if possible.
+class _Waiting:
+    """Boxes that are still to be cut. The largest are taken first, so boxes of equal sides are cut once, together."""
 
-    No path of adjacent cells between the two ends of an odd side visits an even number of cells.
-    """
-    longest = max(shape)
-    even = [axis for axis, side in enumerate(shape) if side % 2 == 0 and 3 * side >= 2 * longest]
-    course = max(even or range(len(shape)), key=lambda axis: shape[axis])
-    axes = [*range(course, len(shape)), *range(course)]
-    slots = [axis for axis in axes if shape[axis] > 1]
-    if len(slots) > _MOST_SIDES:
-        raise ValueError(
-            f"{len(slots)} sides with more than one cell: a Hilbert curve supports up to {_MOST_SIDES}; use fewer "
-            "dimensions, or Morton, which supports any number"
-        )
-    return slots
+    def __init__(self, boxes: BoxesBySides) -> None:
+        self.groups: dict[tuple[int, ...], list[Boxes]] = {}
+        self.largest: list[tuple[int, tuple[int, ...]]] = []  # a heap of (-volume, sides)
+        for sides, group in boxes.items():
+            self.add(sides, group)
 
+    def __bool__(self) -> bool:
+        return bool(self.groups)
 
-def _cuts(boxes: Boxes) -> Iterator[Cut]:
-    """Cut each box along its course and along the sides that are nearly as long as its longest."""
-    boxes = _with_long_course(boxes)
-    longest = boxes.sizes[0]
-    for size in boxes.sizes[1:]:
-        longest = torch.maximum(longest, size)
-    pattern = torch.zeros_like(longest)  # which sides are cut, as bits
-    for i, size in enumerate(boxes.sizes[1:]):
-        pattern += (3 * size >= 2 * longest).long() << i
-    patterns = pattern.unique().tolist()
-    for bits in patterns:
-        group = boxes if len(patterns) == 1 else boxes.where(pattern == bits)
-        sides = [*(slot for slot in range(1, len(boxes.sizes)) if bits >> (slot - 1) & 1), 0]
-        yield from _cut_alike(group, sides)
+    def add(self, sides: tuple[int, ...], boxes: Boxes) -> None:
+        if sides not in self.groups:
+            heappush(self.largest, (-math.prod(sides), sides))
+        self.groups.setdefault(sides, []).append(boxes)
 
-
-def _cut_alike(boxes: Boxes, sides: list[int]) -> Iterator[Cut]:
-    """Cut boxes along the same sides; the last of them is the course."""
-    halves = {slot: _first_half(boxes.sizes[slot]) for slot in sides}
-    position = boxes.position
-    for part in parts_of_box(len(sides)):
-        sizes, signs = list(boxes.sizes), [1] * len(boxes.sizes)
-        entries: list[Tensor | None] = [None] * len(boxes.sizes)
-        for slot, side_range in zip(sides, part.ranges, strict=True):
-            whole, half = boxes.sizes[slot], halves[slot]
-            sizes[slot] = (half, whole - half, whole)[side_range.half]
-            if side_range.from_far_end:
-                entries[slot], signs[slot] = (half if side_range.half == FIRST else whole) - 1, -1
-            elif side_range.half == SECOND:
-                entries[slot] = half
-        volume = sizes[0]
-        for size in sizes[1:]:
-            volume = volume * size
-        yield Cut(boxes, sides[part.course], sizes, entries, signs, position, volume)
-        position = position + volume
-
-
-def _first_half(sizes: Tensor) -> Tensor:
-    """About half of each side, rounded to an even number, so that even sides have even halves until they are 2."""
-    half = sizes // 2
-    return half + (half & 1) * (sizes > 2)
-
-
-def _with_long_course(boxes: Boxes) -> Boxes:
-    """Replace a course of one cell, which can occur in boxes with odd sides, by the longest side."""
-    flat = boxes.sizes[0] == 1
-    if len(boxes.sizes) == 1 or not flat.any():
-        return boxes
-    sizes, marks = list(boxes.sizes), list(boxes.marks)
-    for slot in range(1, len(sizes)):
-        swap = flat & (sizes[slot] > sizes[0])
-        for columns in (sizes, marks):
-            columns[0], columns[slot] = (
-                torch.where(swap, columns[slot], columns[0]),
-                torch.where(swap, columns[0], columns[slot]),
-            )
-    return Boxes(boxes.position, boxes.tags, sizes, marks)
-
-
-def _join(boxes: list[Boxes]) -> Boxes:
-    """Concatenate boxes. Their order does not matter, because each has its position."""
-    columns = zip(*((x.position, x.tags, *x.sizes, *x.marks) for x in boxes), strict=True)
-    position, tags, *others = (torch.cat(column) for column in columns)
-    return Boxes(position, tags, others[: len(others) // 2], others[len(others) // 2 :])
-
-
-CurveName = Literal["hilbert", "row_major", "snake", "morton"]
-
-_KEYS: dict[CurveName, Callable[[Tensor, Sequence[int]], Tensor]] = {
-    "hilbert": hilbert_positions,
-    "row_major": row_major_keys,
-    "snake": snake_keys,
-    "morton": morton_keys,
-}
+    def take_largest(self) -> tuple[tuple[int, ...], Boxes]:
+        """Boxes of equal sides, joined. Their order does not matter, because each has its position."""
+        _, sides = heappop(self.largest)
+        columns = zip(*((group.position, group.tags, *group.marks) for group in self.groups.pop(sides)), strict=True)
+        position, tags, *marks = (torch.cat(column) for column in columns)
+        return sides, Boxes(position, tags, marks)
 
 
 def visit(curve: CurveName, shape: Sequence[int], device: torch.device | str | None = None) -> Tensor:
@@ -305,8 +142,15 @@ def visit(curve: CurveName, shape: Sequence[int], device: torch.device | str | N
 
 
 def sort_keys(curve: CurveName, cells: Tensor, shape: Sequence[int]) -> Tensor:
-    """Sort keys of the given cells, (cells, dimensions). Sorting by them puts the cells in curve order."""
-    return _KEYS[curve](cells, shape)
+    """Sort keys of the given cells, (cells, dimensions). Sorting by them puts the cells in curve order.
+
+    >>> sort_keys("morton", torch.tensor([[0, 1], [1, 0]]), (2, 4)).tolist()
+    [1, 2]
+    """
+    if curve == "hilbert":
+        return hilbert_positions(cells, shape)
+    keys: Tensor = KEYS[curve](cells.long().unbind(1), shape)
+    return keys
 
 
 def all_cells(shape: Sequence[int], device: torch.device | str | None = None) -> Tensor:

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from ringspan.geometry import as_int
+from ringspan.geometry.curves import CurveName, grid_shape
 from ringspan.layout import Layout
 from ringspan.order.base import Order, rows_and_places, select_rows
-from ringspan.order.curves import CurveName, all_cells, sort_keys, visit
+from ringspan.order.curves import all_cells, sort_keys, visit
 
 _KEY_BITS = 60  # of all dimensions together: a position on the curve is an int64
 _MOST_BITS_OF_A_SIDE = 20
@@ -37,15 +38,7 @@ class GridOrder(Order):
     curve: ClassVar[CurveName]
 
     def __post_init__(self) -> None:
-        if isinstance(self.shape, (str, int)) or not isinstance(self.shape, Sequence):
-            raise TypeError(f"shape={self.shape!r}: must be a sequence of ints, one per side of the grid")
-        shape = tuple(as_int(f"shape[{i}]", side) for i, side in enumerate(self.shape))
-        if not shape:
-            raise ValueError("shape=(): a grid has at least one side; for a sequence of n rows use (n,)")
-        for i, side in enumerate(shape):
-            if side < 1:
-                raise ValueError(f"shape[{i}]={side}: a side of a grid has at least 1 cell")
-        object.__setattr__(self, "shape", shape)
+        object.__setattr__(self, "shape", grid_shape(self.shape))
 
     @classmethod
     def folded(cls, segment_length: int) -> FoldedOrder:

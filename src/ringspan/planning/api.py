@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
-
-from ringspan.geometry import Documents, Pattern
-from ringspan.kernels import accumulation_dtype
+from ringspan.geometry import Documents, Pattern, check_pattern
+from ringspan.geometry.documents import lengths_of_documents
 from ringspan.layout import AnyLayout, Layout, layouts_to_compare
 from ringspan.planning import Optimize, RingPlan, Routing, TensorSizes, check_routing, costs_for
 from ringspan.planning.breakeven import ASSUMED_RATES, DeviceRates, LayoutAdvice, advise_layout
+from ringspan.planning.dtypes import bytes_of
 from ringspan.planning.heads import check_head_ranks, check_heads, ring_routing, with_head_ranks
-from ringspan.validation import Lengths, check_pattern, document_lengths
+
+if TYPE_CHECKING:
+    import torch
+
+    from ringspan.validation import Lengths
 
 
 def plan(
@@ -30,7 +34,7 @@ def plan(
     heads: int = 8,
     kv_heads: int | None = None,
     head_dim: int = 64,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | str = "float32",
     optimize: Optimize = "auto",
     device: str = "cpu",
 ) -> RingPlan:
@@ -39,7 +43,8 @@ def plan(
     Printing the plan gives a table; ``bytes_sent(rank)``, ``work(rank)``, ``imbalance`` and ``memory(rank)`` give
     single values. A rank's plan is made on first use, in time proportional to its own tiles and routes. ``ring_size``
     counts all ranks; ``head_ranks`` of them hold each shard together and exchange heads (see `Ring`). ``optimize`` is
-    that of `rs.attention`; ``"auto"`` depends on the type of the ``device``.
+    that of `rs.attention`; ``"auto"`` depends on the type of the ``device``. ``dtype`` may also be
+    a name, such as ``"bfloat16"``; planning needs no torch.
 
     >>> import ringspan as rs
     >>> ring = rs.plan(rs.Dilated((2048, 8192), (1, 4)), 16384, ring_size=4, layout="contiguous", causal=True)
@@ -48,12 +53,12 @@ def plan(
     """
     check_routing(routing)
     costs = costs_for(optimize, device)
-    packed = document_lengths(lengths, cu_seqlens, seq_len)
+    packed = lengths_of_documents(lengths, cu_seqlens, seq_len)
     documents = Documents((seq_len,) if packed is None else packed)
     documents.check_rows(seq_len)
     kv_heads = heads if kv_heads is None else kv_heads
     check_pattern(pattern, kv_heads)
-    sizes = TensorSizes(batch, heads, kv_heads, head_dim, dtype.itemsize, accumulation_dtype(dtype).itemsize)
+    sizes = TensorSizes(batch, heads, kv_heads, head_dim, *bytes_of(dtype))
     check_head_ranks(ring_size, head_ranks)
     check_heads(heads, kv_heads, head_ranks)
     ring_routing(routing, head_ranks)
@@ -73,7 +78,7 @@ def best_layout(
     heads: int = 8,
     kv_heads: int | None = None,
     head_dim: int = 64,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | str = "float32",
     rates: DeviceRates = ASSUMED_RATES,
 ) -> LayoutAdvice:
     """The layout with the shorter modelled time for a forward and a backward pass, and the reason.
@@ -96,7 +101,7 @@ def best_layout(
     >>> rs.best_layout(rs.Full(), 2**14, 16, head_ranks=(1, 2, 4, 8), heads=32, kv_heads=8).head_ranks
     8
     """
-    packed = document_lengths(lengths, cu_seqlens, seq_len)
+    packed = lengths_of_documents(lengths, cu_seqlens, seq_len)
     layouts = layouts_to_compare(pattern, causal, packed)
     options: dict[str, object] = dict(causal=causal, lengths=packed, heads=heads, kv_heads=kv_heads)
     options |= dict(ring_size=ring_size, head_dim=head_dim, dtype=dtype, optimize=rates.costs)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ringspan.engine import WORKSPACE_BYTES
-from ringspan.geometry import Pattern, as_int
+from ringspan.geometry import Pattern, as_int, check_pattern
 from ringspan.kernels import Kernel, ScoreOptions
 from ringspan.layout import AnyLayout, check_layout_name
 from ringspan.planning import Packing, Parcel, RingPlan, packing_from_sequence
@@ -41,7 +41,7 @@ from ringspan.streaming.sources import (
     sampled_rows,
     seq_dim,
 )
-from ringspan.validation import Lengths, check_pattern, document_lengths, kernel_for, scale_for, softcap_for
+from ringspan.validation import Lengths, document_lengths, kernel_for, scale_for, softcap_for
 
 ENOUGH_TO_OVERLAP = 16  # shards: the first read and the last write, which overlap with nothing, then cost little
 MIN_ROWS_TO_OVERLAP = 2**17  # per shard: with fewer, the cost of each hop exceeds the gain from overlapping

@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ringspan.geometry import Documents, Pattern, WindowBranch
+from ringspan.geometry import Pattern, WindowBranch
 from ringspan.layout import AnyLayout, Layout
-from ringspan.planning import CPU_COSTS, RankMemory, RingPlan, Routing, TensorSizes, check_routing
+from ringspan.planning import CPU_COSTS, RankMemory, RingPlan, Routing
+from ringspan.planning.api import plan
 from ringspan.planning.breakeven import ASSUMED_RATES, FORWARD_FLOPS, BreakEven, DeviceRates, LayoutAdvice
 from ringspan.planning.proof import Proof
 from ringspan.tools.pages import Rows, Table
 
-NUMBER_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 MOST_RANKS_LISTED = 16
 _LARGE_BYTES, _LARGE_ROUNDS = 16 * 2**20, 10
 _SMALL_BYTES, _SMALL_ROUNDS = 8, 300
@@ -96,7 +96,7 @@ def make_plans(
     dtype: str,
     lengths: tuple[int, ...] | None = None,
 ) -> dict[AnyLayout, RingPlan]:
-    """`rs.plan` for each layout, with the name of a dtype instead of a torch dtype.
+    """`rs.plan` for each layout.
 
     >>> from ringspan.geometry import Full
     >>> plans = make_plans(
@@ -106,14 +106,21 @@ def make_plans(
     >>> plans["contiguous"].bytes_sent(0)
     4194304
     """
-    if dtype not in NUMBER_BYTES:
-        raise ValueError(f"dtype={dtype!r}: must be one of {', '.join(NUMBER_BYTES)}")
-    check_routing(routing)
-    accumulated = "float64" if dtype == "float64" else "float32"
-    sizes = TensorSizes(batch, heads, kv_heads, head_dim, NUMBER_BYTES[dtype], NUMBER_BYTES[accumulated])
-    documents = Documents((tokens,) if lengths is None else lengths)
     return {
-        name: RingPlan(pattern, documents, Layout(name, tokens, ring_size, documents.lengths), causal, routing, sizes)
+        name: plan(
+            pattern,
+            tokens,
+            ring_size=ring_size,
+            layout=name,
+            causal=causal,
+            routing=routing,
+            lengths=lengths,
+            batch=batch,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            dtype=dtype,
+        )
         for name in layouts
     }
 
