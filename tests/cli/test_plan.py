@@ -22,7 +22,8 @@ from ringspan.cli.app import app
 from ringspan.geometry import Documents
 from ringspan.layout import Layout
 from ringspan.planning import plan_rank
-from ringspan.planning.breakeven import ASSUMED_RATES, break_even, speedup
+from ringspan.planning.breakeven import break_even, speedup
+from ringspan.planning.timing import ASSUMED_RATES, slowest_rank_time
 
 PATTERN = rs.Dilated((2048, 8192, 32768), (1, 4, 16))
 SHORT = ["--pattern", "2048x1,8192x4,32768x16"]
@@ -167,6 +168,35 @@ def test_break_even_is_one_sentence() -> None:
     assert "a ring of 3 is never faster than one device up to 1,073,741,823 tokens" in hopeless
     assert "for parcels" in hopeless
     assert "a ring of" not in run("--ranks", "1", "--flops", "1e14", "--bandwidth", "25e9")
+
+
+def test_two_kinds_of_links() -> None:
+    nodes = ["--pattern", "full", "--ranks", "8", "--ranks-per-node", "4", "--flops", "1e14", "--bandwidth", "2e11"]
+    found = run_json(*nodes, "--node-bandwidth", "5e9", "--no-measure")
+    rates = replace(ASSUMED_RATES, flops=1e14, bandwidth=2e11, node_bandwidth=5e9)
+    assert found["rates"]["node_bandwidth"] == 5e9
+    layout = found["advice"]["layout"]
+    for routing in ("relay", "direct", rs.ByNode(4)):
+        plan = rs.plan(rs.Full(), 2**17, ring_size=8, layout=layout, causal=True, routing=routing, device="cuda")  # type: ignore[arg-type]
+        assert found["routings"][str(routing)]["total"] == pytest.approx(slowest_rank_time(plan, rates, 4).total)
+    page = run(*nodes, "--node-bandwidth", "5e9", "--no-measure", "--routing", "by-node")
+    assert "routing: relay by nodes of 4" in page
+    assert "Routing between nodes, by the time of the slowest rank in the model: relay by nodes of 4" in page
+    assert "5 GB/s between nodes (given)" in page
+    assert run_json("--no-measure")["routings"] == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--node-bandwidth", "1e9"], "--ranks-per-node"),
+        (["--ranks", "6", "--ranks-per-node", "4"], "must divide the 6 ranks"),
+        (["--routing", "by-node"], "routing='by-node'"),
+        (["--ranks-per-node", "2", "--node-bandwidth", "0"], "node_bandwidth=0.0"),
+    ],
+)
+def test_bad_nodes(arguments: list[str], words: str) -> None:
+    assert words in run("--no-measure", *arguments, status=2)
 
 
 def test_missing_rates_are_measured_here() -> None:

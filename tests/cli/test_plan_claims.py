@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 import ringspan as rs
 from ringspan.cli.app import app
-from ringspan.planning.breakeven import ASSUMED_RATES, slowest_rank_time, speedup
+from ringspan.planning.breakeven import speedup
+from ringspan.planning.timing import ASSUMED_RATES, slowest_rank_time
 
 CLUSTER = ["--flops", "1e14", "--bandwidth", "25e9"]
 RATES = replace(ASSUMED_RATES, flops=1e14, bandwidth=25e9, latency=20e-6)

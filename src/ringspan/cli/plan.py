@@ -28,7 +28,7 @@ from ringspan.cli.options import (
 )
 from ringspan.geometry import Dilated, Pattern
 from ringspan.layout import AnyLayout, LayoutName, check_layout_name, layouts_to_compare
-from ringspan.planning import RingPlan, Routing
+from ringspan.planning import ByNode, RingPlan, Routing
 from ringspan.planning.breakeven import LONGEST, BreakEven, advise_layout, break_even, speedup
 from ringspan.runtime.settings import missing_package
 from ringspan.tools import plan_report
@@ -54,8 +54,15 @@ def plan(
     ] = "all",
     causal: Annotated[bool, typer.Option(help="Whether a query attends only to keys up to its own position.")] = True,
     routing: Annotated[
-        str, typer.Option(help="relay (from neighbour to neighbour) or direct (from the owner).")
+        str,
+        typer.Option(
+            help="relay (from neighbour to neighbour), direct (from the owner) or, with --ranks-per-node, by-node "
+            "(relay that enters each node once)."
+        ),
     ] = "relay",
+    ranks_per_node: Annotated[
+        int | None, typer.Option(help="Ranks of a node; consecutive.", min=1, show_default="all ranks")
+    ] = None,
     heads: Heads = 8,
     kv_heads: Annotated[int | None, typer.Option(help="KV heads.", min=1, show_default="same as heads")] = None,
     head_dim: HeadDim = 64,
@@ -66,6 +73,16 @@ def plan(
     latency: Annotated[
         float | None,
         typer.Option(help="Latency of a hop in seconds.", show_default="measured, or 20e-6 if bandwidth is given"),
+    ] = None,
+    node_bandwidth: Annotated[
+        float | None,
+        typer.Option(
+            help="Bytes/s that the ranks of a node together send to other nodes.",
+            show_default="each rank has its --bandwidth",
+        ),
+    ] = None,
+    node_latency: Annotated[
+        float | None, typer.Option(help="Latency of a hop between nodes in seconds.", show_default="--latency")
     ] = None,
     measure: Annotated[
         bool,
@@ -91,6 +108,8 @@ def plan(
 
     `ringspan plan --pattern full --ranks 16 --dtype bfloat16 --flops 4e14 --bandwidth 25e9`
 
+    `ringspan plan --pattern full --ranks 16 --ranks-per-node 8 --flops 4e14 --bandwidth 2e11 --node-bandwidth 5e10`
+
     `ringspan plan --pattern "window 511 + 4096x4,65536x64" --tokens 1M --no-measure`
 
     `ringspan plan --tokens 1e9 --ranks 10000 --rank 17 --no-measure`
@@ -106,6 +125,7 @@ def plan(
     if packed is not None and draw is not None:
         raise typer.BadParameter("figures show one document: give --tokens instead of --lengths", param_hint="--draw")
     planned = read_as("--pattern", read_pattern_at(length), pattern)
+    across = _nodes(ring_size, ranks_per_node, node_bandwidth, node_latency)
     try:
         plans = make_plans(
             planned,
@@ -113,7 +133,7 @@ def plan(
             ring_size,
             _layouts(layout, planned, causal, packed),
             causal=causal,
-            routing=cast("Routing", routing),
+            routing=ByNode(ranks_per_node) if routing == "by-node" and ranks_per_node else cast("Routing", routing),
             batch=batch,
             heads=heads,
             kv_heads=kv_heads or heads,
@@ -135,16 +155,20 @@ def plan(
     with progress.status("planning ...") as status:
         if measure:
             status.update("measuring the compute and transfer rates of this machine ...")
-        known = _rates(flops, bandwidth, latency, dtype, head_dim, measure)
+        between: dict[str, float | None] = dict(node_bandwidth=node_bandwidth, node_latency=node_latency)
+        known = _rates(flops, bandwidth, latency, between, dtype, head_dim, measure)
         plans = {name: replace(ring, costs=known.rates.costs) for name, ring in plans.items()}
         costs = {name: layout_costs(ring, rank) for name, ring in plans.items()}
         compare = len(plans) > 1 and ring_size > 1 and (measure or rank is None)  # --rank plans that rank only
-        advice = advise_layout(plans, known.rates) if compare else None
+        advice = advise_layout(plans, known.rates, ranks_per_node) if compare else None
+        name = advice.layout if advice else next(iter(plans))
+        routings = {}
+        if across and ranks_per_node and rank is None:
+            routings = plan_report.routing_times(plans[name], known.rates, ranks_per_node)
         answers = {}
         if measure and packed is None:
             status.update("computing from which length on a ring is faster ...")
-            name = advice.layout if advice else next(iter(plans))
-            answers = {name: _break_even(plans[name], known, pattern)}
+            answers = {name: _break_even(plans[name], known, pattern, ranks_per_node)}
         pictures = []
         if draw is not None:
             status.update("drawing ...")
@@ -152,12 +176,13 @@ def plan(
 
     if as_json:
         paths, warnings = list(map(str, pictures)), [warning] if warning else []
-        used = known if advice or answers else None
-        typer.echo(json.dumps(plan_report.as_document(dtype, costs, advice, used, answers, paths, warnings)))
+        used = known if advice or answers or routings else None
+        typer.echo(json.dumps(plan_report.as_document(dtype, costs, advice, routings, used, answers, paths, warnings)))
         return
     tables = [plan_report.side_by_side(costs)]
     tables += [plan_report.rank_table(cost) for cost in costs.values()] if rank is None else []
     sentences = [f"Layout: {advice}."] if advice else []
+    sentences += [plan_report.routing_sentence(routings)] if routings else []
     sentences += [plan_report.break_even_sentence(plans[name], *answer) for name, answer in answers.items()]
     sentences += [f"Rates: {known}."] if sentences else []
     sentences += [f"Figure: {path}" for path in pictures]
@@ -190,11 +215,34 @@ def _layouts(name: str, pattern: Pattern, causal: bool, lengths: tuple[int, ...]
     return (Balanced(pattern, causal) if name == "balanced" else cast(AnyLayout, name),)
 
 
+def _nodes(
+    ring_size: int, ranks_per_node: int | None, node_bandwidth: float | None, node_latency: float | None
+) -> bool:
+    """Whether the ring spans several nodes. Raises unless it fills them, and rates between nodes are for nodes."""
+    if ranks_per_node is None:
+        for option, given in (("--node-bandwidth", node_bandwidth), ("--node-latency", node_latency)):
+            if given is not None:
+                raise typer.BadParameter("give --ranks-per-node too", param_hint=option)
+        return False
+    if ring_size > ranks_per_node and ring_size % ranks_per_node:
+        raise typer.BadParameter(
+            f"{ranks_per_node}: must divide the {ring_size} ranks, so that the ring fills its nodes",
+            param_hint="--ranks-per-node",
+        )
+    return ring_size > ranks_per_node
+
+
 def _rates(
-    flops: float | None, bandwidth: float | None, latency: float | None, dtype: str, head_dim: int, measure: bool
+    flops: float | None,
+    bandwidth: float | None,
+    latency: float | None,
+    between: dict[str, float | None],
+    dtype: str,
+    head_dim: int,
+    measure: bool,
 ) -> KnownRates:
     try:
-        return find_rates(flops, bandwidth, latency, dtype=dtype, head_dim=head_dim, measure=measure)
+        return find_rates(flops, bandwidth, latency, dtype=dtype, head_dim=head_dim, measure=measure, **between)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     except (RuntimeError, TimeoutError) as error:  # no gloo, no second process, no memory
@@ -202,11 +250,14 @@ def _rates(
         raise typer.BadParameter(f"measuring this machine failed: {error}; {way_out}") from error
 
 
-def _break_even(plan: RingPlan, known: KnownRates, pattern: str) -> tuple[BreakEven, float]:
+def _break_even(
+    plan: RingPlan, known: KnownRates, pattern: str, ranks_per_node: int | None
+) -> tuple[BreakEven, float]:
     """From which length on the ring is faster, and its speed-up at the planned length."""
     pattern_at = Dilated.spanning if pattern == SPANNING else None
     longest = max(LONGEST, plan.layout.rows)
-    return break_even(plan, known.rates, longest, pattern_at), speedup(plan, known.rates)
+    found = break_even(plan, known.rates, longest, pattern_at, ranks_per_node)
+    return found, speedup(plan, known.rates, ranks_per_node)
 
 
 def _draw(plans: dict[AnyLayout, RingPlan], folder: Path) -> list[Path]:

@@ -9,9 +9,11 @@ import torch
 from ringspan.geometry import Documents, Pattern
 from ringspan.kernels import accumulation_dtype
 from ringspan.layout import AnyLayout, Layout, layouts_to_compare
+from ringspan.order import Order, check_causality, check_fits, passes, shares_pairs
 from ringspan.planning import Optimize, RingPlan, Routing, TensorSizes, check_routing, costs_for
-from ringspan.planning.breakeven import ASSUMED_RATES, DeviceRates, LayoutAdvice, advise_layout
+from ringspan.planning.breakeven import LayoutAdvice, advise_layout
 from ringspan.planning.heads import check_head_ranks, check_heads, ring_routing, with_head_ranks
+from ringspan.planning.timing import ASSUMED_RATES, DeviceRates
 from ringspan.validation import Lengths, check_pattern, document_lengths
 
 
@@ -31,6 +33,7 @@ def plan(
     kv_heads: int | None = None,
     head_dim: int = 64,
     dtype: torch.dtype = torch.float32,
+    order: Order | None = None,
     optimize: Optimize = "auto",
     device: str = "cpu",
 ) -> RingPlan:
@@ -38,8 +41,10 @@ def plan(
 
     Printing the plan gives a table; ``bytes_sent(rank)``, ``work(rank)``, ``imbalance`` and ``memory(rank)`` give
     single values. A rank's plan is made on first use, in time proportional to its own tiles and routes. ``ring_size``
-    counts all ranks; ``head_ranks`` of them hold each shard together and exchange heads (see `Ring`). ``optimize`` is
-    that of `rs.attention`; ``"auto"`` depends on the type of the ``device``.
+    counts all ranks; ``head_ranks`` of them hold each shard together and exchange heads (see `Ring`). ``order`` and
+    ``optimize`` are those of `rs.attention`; ``"auto"`` depends on the type of the ``device``. With an order, a causal
+    call may take several passes, one after another: bytes and work are those of all of them, the peak of parcels is at
+    most that of the plan.
 
     >>> import ringspan as rs
     >>> ring = rs.plan(rs.Dilated((2048, 8192), (1, 4)), 16384, ring_size=4, layout="contiguous", causal=True)
@@ -58,6 +63,11 @@ def plan(
     check_heads(heads, kv_heads, head_ranks)
     ring_routing(routing, head_ranks)
     shards = Layout(layout, seq_len, ring_size // head_ranks, documents.lengths)
+    if order is not None:
+        check_causality(order, causal)
+        found = passes(pattern, order, causal)
+        check_fits(order, documents, shards, moves=any(one.order is not None for one in found))
+        costs = costs if shares_pairs(found) else None
     return RingPlan(pattern, documents, with_head_ranks(shards, head_ranks), causal, routing, sizes, costs)
 
 
@@ -75,12 +85,13 @@ def best_layout(
     head_dim: int = 64,
     dtype: torch.dtype = torch.float32,
     rates: DeviceRates = ASSUMED_RATES,
+    devices_per_node: int | None = None,
 ) -> LayoutAdvice:
     """The layout with the shorter modelled time for a forward and a backward pass, and the reason.
 
     Uses the model of ``ringspan plan``. The default ``rates`` describe a GPU and a 200 Gbit/s link: 1e14 FLOP/s, 25e9
     bytes/s, 20 µs per hop (`rs.DeviceRates`). With several ``head_ranks``, the best of them is chosen too; on a tie,
-    the first. The model gives all links the same bandwidth, so inside a node head ranks are faster than it says.
+    the first. With ``devices_per_node``, messages between nodes share the links of ``rates.node_bandwidth``.
 
     With several packed documents, ``Balanced(pattern, causal)`` is considered too. A simpler layout wins if it is less
     than 2 % slower: contiguous before zigzag before balanced.
@@ -107,5 +118,5 @@ def best_layout(
     for count in choices:
         options["head_ranks"] = count
         plans = {layout: plan(pattern, seq_len, layout=layout, **options) for layout in layouts}  # type: ignore[arg-type]
-        advice.append(advise_layout(plans, rates))
+        advice.append(advise_layout(plans, rates, devices_per_node))
     return min(advice, key=lambda one: one.times[one.layout].total)
