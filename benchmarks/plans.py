@@ -79,9 +79,9 @@ def choices(run: Measuring) -> dict[str, Any]:
     """Rates of both processes at once, then every choice of every configuration, timed in turns."""
     factor = run.sized(QUICK_FACTOR, 1, 1)
     rounds = 1 if run.size == "quick" else int(run.options["rounds"])
-    step = int(run.options["every"])
+    step = int(run.options["every"]) * run.sized(4, 1, 1)
     numbers = range(0, len(CONFIGURATIONS), step)
-    return run_local_ranks(DEVICES, measure_choices, [*numbers], factor, rounds, timeout_seconds=7200)[0]  # type: ignore[no-any-return]
+    return run_local_ranks(DEVICES, measure_choices, [*numbers], factor, rounds, timeout_seconds=7200)[0]
 
 
 def measure_choices(numbers: list[int], factor: int, rounds: int) -> dict[str, Any]:
@@ -166,13 +166,15 @@ def step(one: Configuration, lengths: tuple[int, ...] | None, choice: rs.PlanCho
 def ratio(row: dict[str, Any]) -> float:
     """The measured time of the chosen plan over that of the fastest one."""
     medians = {name: statistics.median(seconds) for name, seconds in row["seconds"].items()}
-    return medians[row["chosen"]] / min(medians.values())  # type: ignore[no-any-return]
+    return medians[row["chosen"]] / min(medians.values())
 
 
 def errors(rows: list[dict[str, Any]]) -> list[float]:
     """Predicted over measured, minus 1, of all candidates."""
     return [
-        row["predicted"][name] / statistics.median(seconds) - 1 for row in rows for name, seconds in row["seconds"].items()
+        row["predicted"][name] / statistics.median(seconds) - 1
+        for row in rows
+        for name, seconds in row["seconds"].items()
     ]
 
 
@@ -227,7 +229,11 @@ def _cell(row: dict[str, Any], name: str) -> str:
 
 
 def broken(results: Results) -> str:
-    late = [f"{row['name']}, {row['n']:,} rows: {ratio(row):.3f}" for row in results["choices"]["rows"] if ratio(row) > ALLOWED]
+    late = [
+        f"{row['name']}, {row['n']:,} rows: {ratio(row):.3f}"
+        for row in results["choices"]["rows"]
+        if ratio(row) > ALLOWED
+    ]
     return f"chosen more than 5 % slower than the best: {'; '.join(late)}" if late else ""
 
 

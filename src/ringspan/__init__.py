@@ -108,8 +108,8 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors; tests/test_i
     from ringspan.planning.best import PlanChoice as PlanChoice
     from ringspan.planning.best import PlanChoices as PlanChoices
     from ringspan.planning.best import best_plan as best_plan
-    from ringspan.planning.timing import DeviceRates as DeviceRates
     from ringspan.planning.breakeven import LayoutAdvice as LayoutAdvice
+    from ringspan.planning.timing import DeviceRates as DeviceRates
     from ringspan.planning.timing import RankTime as RankTime
     from ringspan.readout import attention_weights as attention_weights
     from ringspan.ring import Counters as Counters

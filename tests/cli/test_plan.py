@@ -23,7 +23,7 @@ from ringspan.geometry import Documents
 from ringspan.layout import Layout
 from ringspan.planning import plan_rank
 from ringspan.planning.breakeven import break_even, speedup
-from ringspan.planning.timing import ASSUMED_RATES, slowest_rank_time
+from ringspan.planning.timing import ASSUMED_RATES, ring_time
 
 PATTERN = rs.Dilated((2048, 8192, 32768), (1, 4, 16))
 SHORT = ["--pattern", "2048x1,8192x4,32768x16"]
@@ -178,10 +178,10 @@ def test_two_kinds_of_links() -> None:
     layout = found["advice"]["layout"]
     for routing in ("relay", "direct", rs.ByNode(4)):
         plan = rs.plan(rs.Full(), 2**17, ring_size=8, layout=layout, causal=True, routing=routing, device="cuda")  # type: ignore[arg-type]
-        assert found["routings"][str(routing)]["total"] == pytest.approx(slowest_rank_time(plan, rates, 4).total)
+        assert found["routings"][str(routing)]["total"] == pytest.approx(ring_time(plan, rates, 4).total)
     page = run(*nodes, "--node-bandwidth", "5e9", "--no-measure", "--routing", "by-node")
     assert "routing: relay by nodes of 4" in page
-    assert "Routing between nodes, by the time of the slowest rank in the model: relay by nodes of 4" in page
+    assert "Routing between nodes, by the time in the model: relay by nodes of 4" in page
     assert "5 GB/s between nodes (given)" in page
     assert run_json("--no-measure")["routings"] == {}
 
@@ -191,7 +191,7 @@ def test_two_kinds_of_links() -> None:
     [
         (["--node-bandwidth", "1e9"], "--ranks-per-node"),
         (["--ranks", "6", "--ranks-per-node", "4"], "must divide the 6 ranks"),
-        (["--routing", "by-node"], "routing='by-node'"),
+        (["--routing", "by-node"], "add --ranks-per-node"),
         (["--ranks-per-node", "2", "--node-bandwidth", "0"], "node_bandwidth=0.0"),
     ],
 )

@@ -35,7 +35,7 @@ def test_the_page() -> None:
 def test_the_json_document() -> None:
     result = CliRunner().invoke(
         app,
-        ["rehearse", *SMALL, "--ranks", "16", "--backward", "--ranks-per-node", "4", "--routing", "nodes", "--json"],
+        ["rehearse", *SMALL, "--ranks", "16", "--backward", "--ranks-per-node", "4", "--routing", "by-node", "--json"],
     )
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
@@ -56,7 +56,7 @@ def test_the_json_document() -> None:
     [
         (["--ranks", "4", "--rank", "4"], "4: must be in 0 .. 3"),
         (["--tokens", "1e12", "--ranks", "2"], "a rank needs"),
-        (["--routing", "nodes"], "--ranks-per-node"),
+        (["--routing", "by-node"], "--ranks-per-node"),
         (["--routing", "thrown"], "routing='thrown'"),
         (["--bandwidth", "0"], "bandwidth=0.0: must be positive"),
         (["--layout", "round"], "layout='round'"),

@@ -9,7 +9,7 @@ import pytest
 
 import ringspan as rs
 from ringspan.planning.breakeven import time_alone
-from ringspan.planning.timing import ASSUMED_RATES, slowest_rank_time
+from ringspan.planning.timing import ASSUMED_RATES, ring_time
 
 FULL = rs.Full()
 PAIRS_ONLY = rs.TileCosts(row=0, call=0, diagonal=0, narrow=1)
@@ -146,7 +146,7 @@ def test_order_and_predictions_are_those_of_the_plans(pattern: rs.Pattern, optio
     }
     for choice in choices.ranked:
         assert choice.rings * choice.ring_size + choice.idle == choices.devices
-        assert choice.time.total >= slowest_rank_time(choice.plan, choices.rates).total * (1 - 1e-12)
+        assert choice.time.total >= ring_time(choice.plan, choices.rates).total * (1 - 1e-12)
         if choice.ring_size <= 8:
             ranks = range(choice.ring_size)
             both = [choice.plan.bytes_sent(rank) + choice.plan.bytes_sent(rank, backward=True) for rank in ranks]
@@ -175,7 +175,7 @@ def test_no_plan_that_the_search_skips_is_much_faster(pattern: rs.Pattern, n: in
         )
         for (size, count), layout, routing in product(sizes, layouts, routings)
     ]
-    fastest = min(slowest_rank_time(plan, rates).total for plan in every)
+    fastest = min(ring_time(plan, rates).total for plan in every)
     assert rs.best_plan(pattern, n, devices=8, causal=True, rates=rates).best.time.total <= 1.021 * fastest
 
 
@@ -260,7 +260,7 @@ def test_the_time_of_a_model_is_the_sum_of_its_layers() -> None:
     choices = rs.best_plan(layers, 8192, layer_weights=10**6, **options)
     for choice in choices.ranked:
         plans = [replace(choice.plan, pattern=pattern) for pattern in layers]
-        times = [slowest_rank_time(plan, rates, per_node, 10**6).total for plan in plans]
+        times = [ring_time(plan, rates, per_node, 10**6).total for plan in plans]
         assert choice.time.total == pytest.approx(sum(times))
     found = choices.break_even
     assert found is not None

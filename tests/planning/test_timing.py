@@ -8,7 +8,7 @@ import pytest
 import ringspan as rs
 from ringspan.planning import RingPlan, plan_rank
 from ringspan.planning.breakeven import speedup, time_alone
-from ringspan.planning.timing import DeviceRates, RankTime, modelled_ranks, rank_times, slowest_rank_time
+from ringspan.planning.timing import DeviceRates, RankTime, modelled_ranks, rank_times, ring_time
 
 FULL = rs.Full()
 PAIRS_ONLY = rs.TileCosts(row=0, call=0, diagonal=0, narrow=1)
@@ -65,6 +65,9 @@ def test_a_rank_waits_for_slower_ranks() -> None:
     assert last.work == pytest.approx(14 * (triangle + square))
     assert last.waiting == pytest.approx(0, abs=1e-6)
     assert first.total == pytest.approx(last.total)
+    whole = ring_time(plan, free)
+    assert (whole.work, whole.total) == (last.work, pytest.approx(last.total))
+    assert whole.waiting == pytest.approx(0, abs=1e-6), "for transfers: the work is that of the busiest rank"
 
 
 def test_ranks_of_a_node_share_its_link() -> None:
@@ -75,16 +78,16 @@ def test_ranks_of_a_node_share_its_link() -> None:
     """
     rates = DeviceRates(flops=1e18, bandwidth=1e18, latency=0, costs=PAIRS_ONLY, node_bandwidth=PARCEL)
     direct = ring(n=1024, size=4, routing="direct", **HEAD)
-    assert slowest_rank_time(direct, rates, 2).total == pytest.approx(4 + 4 + 4, rel=1e-6)
+    assert ring_time(direct, rates, 2).total == pytest.approx(4 + 4 + 4, rel=1e-6)
     alone = DeviceRates(flops=1e18, bandwidth=PARCEL, latency=0, costs=PAIRS_ONLY)
-    assert slowest_rank_time(direct, alone, 2).total == pytest.approx(3 * 3, rel=1e-6), "links of their own"
-    assert slowest_rank_time(direct, rates, 4).total == pytest.approx(0, abs=1e-6), "one node"
+    assert ring_time(direct, alone, 2).total == pytest.approx(3 * 3, rel=1e-6), "links of their own"
+    assert ring_time(direct, rates, 4).total == pytest.approx(0, abs=1e-6), "one node"
 
 
 def test_a_parcel_enters_a_node_once_by_node() -> None:
     rates = DeviceRates(flops=1e18, bandwidth=1e18, latency=0, costs=PAIRS_ONLY, node_bandwidth=PARCEL)
     seconds = {
-        str(routing): slowest_rank_time(ring(n=1024, size=4, routing=routing, **HEAD), rates, 2).total
+        str(routing): ring_time(ring(n=1024, size=4, routing=routing, **HEAD), rates, 2).total
         for routing in ("direct", "relay", rs.ByNode(2))
     }
     assert seconds["relay by nodes of 2"] < seconds["relay"] < seconds["direct"]
@@ -93,7 +96,7 @@ def test_a_parcel_enters_a_node_once_by_node() -> None:
 def test_latency_between_nodes_counts_only_there() -> None:
     plan = ring(n=1024, size=4, **HEAD)
     rates = DeviceRates(1e18, 1e18, latency=0, costs=PAIRS_ONLY, node_bandwidth=1e18, node_latency=1.0)
-    inside, across = slowest_rank_time(plan, rates, 4), slowest_rank_time(plan, rates, 2)
+    inside, across = ring_time(plan, rates, 4), ring_time(plan, rates, 2)
     assert inside.total == pytest.approx(0, abs=1e-6)
     assert across.latency + across.waiting == pytest.approx(across.total)
     assert across.total >= 3
@@ -107,9 +110,18 @@ def test_copying_takes_compute_that_overlaps_a_transfer() -> None:
     assert extra == pytest.approx(1e-9 * 2 * 2 * parcel), "a parcel each way, twice; gradients at the end"
 
 
+def test_head_ranks_copy_what_they_exchange() -> None:
+    plan = ring(n=1024, size=2, head_ranks=2, heads=2)
+    rates = DeviceRates(flops=1e9, bandwidth=1e15, latency=0, costs=PAIRS_ONLY)
+    extra = rank_times(plan, replace(rates, copying=1e-9))[0].work - rank_times(plan, rates)[0].work
+    exchanges = [*plan.exchanges(0), *plan.exchanges(0, backward=True)]
+    assert extra == pytest.approx(1e-9 * sum(one.sent + one.received for one in exchanges))
+    assert extra > 0
+
+
 def test_weights_count_for_the_rows_of_a_rank() -> None:
     plan = ring(n=1000, size=4, batch=3)
-    more = slowest_rank_time(plan, CLUSTER, weights=10**6).work - slowest_rank_time(plan, CLUSTER).work
+    more = ring_time(plan, CLUSTER, weights=10**6).work - ring_time(plan, CLUSTER).work
     assert more == pytest.approx(6 * 10**6 * 3 * 250 / 1e14)
 
 
@@ -135,12 +147,15 @@ def test_whole_nodes_of_a_large_ring_are_modelled() -> None:
     assert list(modelled_ranks(plan)) == [0, 21, 42, 63]
     assert list(modelled_ranks(plan, 4)) == [*range(4), *range(20, 24), *range(40, 44), *range(60, 64)]
     assert list(modelled_ranks(plan, 16)) == [*range(16), *range(48, 64)]
+    large = ring(rs.Dilated((2**14, 2**17), (1, 8)), n=10**6, size=256)
+    assert list(modelled_ranks(large)) == [0, 255]
+    assert list(modelled_ranks(large, 4)) == [*range(252, 256)]
 
 
 def test_a_large_ring_is_modelled_by_a_few_ranks() -> None:
     plan = ring(rs.Dilated((2**14, 2**17), (1, 8)), n=10**9, size=10_000)
     plan_rank.cache_clear()
-    slowest_rank_time(plan, CLUSTER)
+    ring_time(plan, CLUSTER)
     assert plan_rank.cache_info().misses <= 4
 
 

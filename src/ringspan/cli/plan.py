@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -18,6 +18,12 @@ from ringspan.cli.options import (
     AsJson,
     HeadDim,
     Heads,
+    NodeBandwidth,
+    NodeLatency,
+    RanksPerNode,
+    RoutingName,
+    as_routing,
+    check_nodes,
     make_console,
     read_as,
     read_count,
@@ -28,7 +34,7 @@ from ringspan.cli.options import (
 )
 from ringspan.geometry import Dilated, Pattern
 from ringspan.layout import AnyLayout, LayoutName, check_layout_name, layouts_to_compare
-from ringspan.planning import ByNode, RingPlan, Routing
+from ringspan.planning import RingPlan
 from ringspan.planning.breakeven import LONGEST, BreakEven, advise_layout, break_even, speedup
 from ringspan.runtime.settings import missing_package
 from ringspan.tools import plan_report
@@ -53,16 +59,8 @@ def plan(
         str, typer.Option(help="contiguous, zigzag, balanced (by the work of the pattern), or all that differ.")
     ] = "all",
     causal: Annotated[bool, typer.Option(help="Whether a query attends only to keys up to its own position.")] = True,
-    routing: Annotated[
-        str,
-        typer.Option(
-            help="relay (from neighbour to neighbour), direct (from the owner) or, with --ranks-per-node, by-node "
-            "(relay that enters each node once)."
-        ),
-    ] = "relay",
-    ranks_per_node: Annotated[
-        int | None, typer.Option(help="Ranks of a node; consecutive.", min=1, show_default="all ranks")
-    ] = None,
+    routing: RoutingName = "relay",
+    ranks_per_node: RanksPerNode = None,
     heads: Heads = 8,
     kv_heads: Annotated[int | None, typer.Option(help="KV heads.", min=1, show_default="same as heads")] = None,
     head_dim: HeadDim = 64,
@@ -74,16 +72,8 @@ def plan(
         float | None,
         typer.Option(help="Latency of a hop in seconds.", show_default="measured, or 20e-6 if bandwidth is given"),
     ] = None,
-    node_bandwidth: Annotated[
-        float | None,
-        typer.Option(
-            help="Bytes/s that the ranks of a node together send to other nodes.",
-            show_default="each rank has its --bandwidth",
-        ),
-    ] = None,
-    node_latency: Annotated[
-        float | None, typer.Option(help="Latency of a hop between nodes in seconds.", show_default="--latency")
-    ] = None,
+    node_bandwidth: NodeBandwidth = None,
+    node_latency: NodeLatency = None,
     measure: Annotated[
         bool,
         typer.Option(
@@ -125,7 +115,7 @@ def plan(
     if packed is not None and draw is not None:
         raise typer.BadParameter("figures show one document: give --tokens instead of --lengths", param_hint="--draw")
     planned = read_as("--pattern", read_pattern_at(length), pattern)
-    across = _nodes(ring_size, ranks_per_node, node_bandwidth, node_latency)
+    check_nodes(ring_size, ranks_per_node, node_bandwidth, node_latency)
     try:
         plans = make_plans(
             planned,
@@ -133,7 +123,7 @@ def plan(
             ring_size,
             _layouts(layout, planned, causal, packed),
             causal=causal,
-            routing=ByNode(ranks_per_node) if routing == "by-node" and ranks_per_node else cast("Routing", routing),
+            routing=as_routing(routing, ranks_per_node),
             batch=batch,
             heads=heads,
             kv_heads=kv_heads or heads,
@@ -155,16 +145,23 @@ def plan(
     with progress.status("planning ...") as status:
         if measure:
             status.update("measuring the compute and transfer rates of this machine ...")
-        between: dict[str, float | None] = dict(node_bandwidth=node_bandwidth, node_latency=node_latency)
-        known = _rates(flops, bandwidth, latency, between, dtype, head_dim, measure)
+        known = _rates(
+            flops=flops,
+            bandwidth=bandwidth,
+            latency=latency,
+            node_bandwidth=node_bandwidth,
+            node_latency=node_latency,
+            dtype=dtype,
+            head_dim=head_dim,
+            measure=measure,
+        )
         plans = {name: replace(ring, costs=known.rates.costs) for name, ring in plans.items()}
         costs = {name: layout_costs(ring, rank) for name, ring in plans.items()}
         compare = len(plans) > 1 and ring_size > 1 and (measure or rank is None)  # --rank plans that rank only
         advice = advise_layout(plans, known.rates, ranks_per_node) if compare else None
         name = advice.layout if advice else next(iter(plans))
-        routings = {}
-        if across and ranks_per_node and rank is None:
-            routings = plan_report.routing_times(plans[name], known.rates, ranks_per_node)
+        nodes_of = ranks_per_node if rank is None else None
+        routings = plan_report.routing_times(plans[name], known.rates, nodes_of)
         answers = {}
         if measure and packed is None:
             status.update("computing from which length on a ring is faster ...")
@@ -186,8 +183,9 @@ def plan(
     sentences += [plan_report.break_even_sentence(plans[name], *answer) for name, answer in answers.items()]
     sentences += [f"Rates: {known}."] if sentences else []
     sentences += [f"Figure: {path}" for path in pictures]
-    headline = plan_report.headline(next(iter(plans.values())), dtype)
-    _print_page(headline, plan_report.reach_sentences(costs), tables, sentences)
+    _print_page(
+        plan_report.headline(next(iter(plans.values())), dtype), plan_report.reach_sentences(costs), tables, sentences
+    )
 
 
 def _print_page(headline: str, reach: Sequence[str], tables: Sequence[Table], sentences: Sequence[str]) -> None:
@@ -215,34 +213,9 @@ def _layouts(name: str, pattern: Pattern, causal: bool, lengths: tuple[int, ...]
     return (Balanced(pattern, causal) if name == "balanced" else cast(AnyLayout, name),)
 
 
-def _nodes(
-    ring_size: int, ranks_per_node: int | None, node_bandwidth: float | None, node_latency: float | None
-) -> bool:
-    """Whether the ring spans several nodes. Raises unless it fills them, and rates between nodes are for nodes."""
-    if ranks_per_node is None:
-        for option, given in (("--node-bandwidth", node_bandwidth), ("--node-latency", node_latency)):
-            if given is not None:
-                raise typer.BadParameter("give --ranks-per-node too", param_hint=option)
-        return False
-    if ring_size > ranks_per_node and ring_size % ranks_per_node:
-        raise typer.BadParameter(
-            f"{ranks_per_node}: must divide the {ring_size} ranks, so that the ring fills its nodes",
-            param_hint="--ranks-per-node",
-        )
-    return ring_size > ranks_per_node
-
-
-def _rates(
-    flops: float | None,
-    bandwidth: float | None,
-    latency: float | None,
-    between: dict[str, float | None],
-    dtype: str,
-    head_dim: int,
-    measure: bool,
-) -> KnownRates:
+def _rates(**options: Any) -> KnownRates:
     try:
-        return find_rates(flops, bandwidth, latency, dtype=dtype, head_dim=head_dim, measure=measure, **between)
+        return find_rates(**options)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     except (RuntimeError, TimeoutError) as error:  # no gloo, no second process, no memory
@@ -250,9 +223,7 @@ def _rates(
         raise typer.BadParameter(f"measuring this machine failed: {error}; {way_out}") from error
 
 
-def _break_even(
-    plan: RingPlan, known: KnownRates, pattern: str, ranks_per_node: int | None
-) -> tuple[BreakEven, float]:
+def _break_even(plan: RingPlan, known: KnownRates, pattern: str, ranks_per_node: int | None) -> tuple[BreakEven, float]:
     """From which length on the ring is faster, and its speed-up at the planned length."""
     pattern_at = Dilated.spanning if pattern == SPANNING else None
     longest = max(LONGEST, plan.layout.rows)

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from heapq import heapreplace
 from operator import itemgetter
-from typing import Any
 
 import torch
 
@@ -43,7 +42,7 @@ from ringspan.planning.timing import (
     DeviceRates,
     RankTime,
     modelled_ranks,
-    slowest_rank_time,
+    ring_time,
 )
 from ringspan.validation import Lengths, document_lengths
 
@@ -80,7 +79,7 @@ class Layers:
 class PlanChoice:
     """One way to use the devices: ``rings`` rings of ``ring_size`` ranks each, and what the model predicts for it.
 
-    ``time`` is that of the slowest rank, ``memory`` and ``sent`` are the bytes of the ranks that hold and send most, in
+    ``time`` is that of the slowest ring, ``memory`` and ``sent`` are the bytes of the ranks that hold and send most, in
     a forward and a backward pass of all layers; of ``sent_by_node``, a node sends so many to other nodes. ``plan`` is
     the plan of the slowest ring; with several patterns, that for the first. ``idle`` devices have no part of the
     sequence. If rings divide packed documents, ``documents`` has the numbers of those of each ring: document i of
@@ -160,9 +159,7 @@ class PlanChoices:
         weights = self.layers.weights
 
         def in_ring(length: int) -> RankTime:
-            return self.layers.time(
-                plan_at(plan, length), lambda one: slowest_rank_time(one, rates, per_node, weights)
-            )
+            return self.layers.time(plan_at(plan, length), lambda one: ring_time(one, rates, per_node, weights))
 
         def alone(length: int) -> RankTime:
             one_device = replace(plan_at(plan, length), sizes=sizes)
@@ -276,7 +273,7 @@ def best_plan(
     8 devices, no split
     >>> layers = [*[rs.Window(1023)] * 5, rs.Full()] * 4  # five layers with a window, one with full attention, ..
     >>> slow_between = rs.DeviceRates(1e14, bandwidth=200e9, latency=1e-5, node_bandwidth=5e9)
-    >>> model = rs.best_plan(layers, 2**18, devices=16, causal=True, rates=slow_between, devices_per_node=8)
+    >>> model = rs.best_plan(layers, 2**19, devices=16, causal=True, rates=slow_between, devices_per_node=8)
     >>> print(model.best)
     a ring of 16, zigzag, relay by nodes of 8
     """
@@ -300,10 +297,10 @@ def best_plan(
     layers = _layers_of(pattern, layer_weights)
     if per_node < 1 or (devices > per_node and devices % per_node):
         raise ValueError(f"devices_per_node={per_node}, devices={devices}: must be at least 1 and divide the devices")
-    options: dict[str, Any] = dict(layout="contiguous", causal=causal, lengths=packed, optimize=rates.costs)
+    options: dict[str, object] = dict(layout="contiguous", causal=causal, lengths=packed, optimize=rates.costs)
     options |= dict(batch=batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
-    alone = [plan(each, rows, **options) for each, _ in layers.counts][0]  # all are checked
-    ranked = tuple(_Search(alone, layers, devices, min(per_node, devices), rates, memory).ranked())
+    every = [plan(each, rows, **options) for each, _ in layers.counts]  # type: ignore[arg-type]
+    ranked = tuple(_Search(every[0], layers, devices, min(per_node, devices), rates, memory).ranked())
     if ranked[0].problem:
         least = min(ranked, key=lambda choice: choice.memory)
         raise ValueError(
@@ -415,10 +412,12 @@ class _Search:
         problem = ""
         if self.memory is not None and memory > self.memory:
             problem = f"needs {_size(memory)} of {_size(self.memory)}"
-        return PlanChoice(rings, size, self.devices - rings * size, time, memory, sent, between, slowest, documents, problem)
+        return PlanChoice(
+            rings, size, self.devices - rings * size, time, memory, sent, between, slowest, documents, problem
+        )
 
     def _time(self, plan: RingPlan) -> RankTime:
-        return slowest_rank_time(plan, self.rates, self.per_node, self.layers.weights)
+        return ring_time(plan, self.rates, self.per_node, self.layers.weights)
 
     def _memory(self, plan: RingPlan, rank: int) -> int:
         """Bytes of the call that needs most, and of q, k, v, out and lse, which the other layers save for backward."""

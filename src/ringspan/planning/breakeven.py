@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ringspan.geometry import Documents, Pattern
 from ringspan.layout import AnyLayout, Layout
 from ringspan.planning.cost import RingPlan
-from ringspan.planning.timing import DeviceRates, RankTime, rank_times, slowest_rank_time
+from ringspan.planning.timing import DeviceRates, RankTime, rank_times, ring_time
 
 LONGEST = 2**30
 FEWEST_ROWS = 64  # per rank; shorter sequences are not considered
@@ -19,7 +19,7 @@ WORTH_IT = 1.02  # a layout that is faster by less is not worth it if it is less
 
 @dataclass(frozen=True, slots=True)
 class LayoutAdvice:
-    """The layout with the shorter modelled time, and the time of the slowest rank under each layout.
+    """The layout with the shorter modelled time, and the time of the ring under each layout.
 
     ``head_ranks`` is the number of head ranks of the plans.
     """
@@ -47,11 +47,11 @@ class LayoutAdvice:
 def advise_layout(
     plans: Mapping[AnyLayout, RingPlan], rates: DeviceRates, devices_per_node: int | None = None
 ) -> LayoutAdvice:
-    """Compare plans that differ only in layout by the time of their slowest rank, in order of simplicity.
+    """Compare plans that differ only in layout by the time of the ring, in order of simplicity.
 
     The first one wins that is less than 2 % slower than the fastest.
     """
-    times = {name: slowest_rank_time(plan, rates, devices_per_node) for name, plan in plans.items()}
+    times = {name: ring_time(plan, rates, devices_per_node) for name, plan in plans.items()}
     least = min(time.total for time in times.values())
     found = next(name for name, time in times.items() if time.total <= least * WORTH_IT)
     return LayoutAdvice(found, times, plans[found].head_ranks)
@@ -76,8 +76,8 @@ class BreakEven:
 
     If ``pays``, the ring is faster from ``length`` on, at all lengths of the search, and not faster at a length 5 %
     shorter (unless ``length`` is the shortest). Between them, borders between ranks may cut segments less favourably.
-    Otherwise ``length`` is the longest. ``alone`` and ``slowest`` are the times of one device and of the ring's slowest
-    rank at that length.
+    Otherwise ``length`` is the longest. ``alone`` and ``ring`` are the times of one device and of the ring at that
+    length.
     """
 
     pays: bool
@@ -85,19 +85,19 @@ class BreakEven:
     shortest: int
     longest: int
     alone: RankTime
-    slowest: RankTime
+    ring: RankTime
 
     @property
     def reason(self) -> str:
         """Why the ring is not faster; empty if it is."""
         if self.pays:
             return ""
-        times = self.slowest
+        times = self.ring
         if times.work >= self.alone.work:
             return "its busiest rank does all the work of one device"
         if times.waiting >= times.latency:
-            return f"its slowest rank waits {times.waiting:.2g} s for parcels and computes for {times.work:.2g} s"
-        return f"its hops add {times.latency:.2g} s of latency to {times.work:.2g} s of work on its slowest rank"
+            return f"it waits {times.waiting:.2g} s for parcels and slower ranks, and computes for {times.work:.2g} s"
+        return f"its hops add {times.latency:.2g} s of latency to {times.work:.2g} s of work on its busiest rank"
 
 
 def break_even(
@@ -124,7 +124,7 @@ def break_even(
         return plan_at(plan, length, None if pattern_at is None else pattern_at(length))
 
     return search_break_even(
-        lambda length: slowest_rank_time(at(length), rates, devices_per_node),
+        lambda length: ring_time(at(length), rates, devices_per_node),
         lambda length: time_alone(at(length), rates),
         shortest=FEWEST_ROWS * plan.layout.ring_size + 1,
         longest=longest,
@@ -172,7 +172,7 @@ def plan_at(plan: RingPlan, length: int, pattern: Pattern | None = None) -> Ring
 
 def speedup(plan: RingPlan, rates: DeviceRates, devices_per_node: int | None = None) -> float:
     """The time of one device over that of the ring, at the plan's own length."""
-    return ratio(time_alone(plan, rates), slowest_rank_time(plan, rates, devices_per_node))
+    return ratio(time_alone(plan, rates), ring_time(plan, rates, devices_per_node))
 
 
 def ratio(alone: RankTime, ring: RankTime) -> float:

@@ -8,8 +8,8 @@ equally. docs/planning.md says what is left out.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
@@ -25,7 +25,8 @@ FORWARD_FLOPS = 4  # per (query, key) pair and element of a head: two products, 
 BACKWARD_FLOPS = 10  # five products
 # Per weight of a layer and row: a multiply and an add; in backward for the gradients of the rows and of the weights.
 WEIGHT_FLOPS = {"forward": 2, "backward": 4}
-_WHOLE_RING, _SAMPLED_RANKS, _SAMPLED_IN_NODES = 8, 4, 16
+_WHOLE_RING, _LARGE_RING = 8, 128  # see `modelled_ranks`
+_SAMPLED_RANKS, _SAMPLED_IN_NODES = 4, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,8 @@ class DeviceRates:
             default, links between nodes are not shared: each device has its ``bandwidth``.
         node_latency: the latency between nodes; by default ``latency``.
         copying: seconds of compute that a device loses for each byte that it sends or receives meanwhile. On CPUs, the
-            threads of gloo take them from the cores; on GPUs 0.
+            threads of gloo take them from the cores; on GPUs 0. Head ranks, whose messages overlap nothing, take as
+            long to pack and unpack them.
     """
 
     flops: float
@@ -60,6 +62,13 @@ class DeviceRates:
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
                 raise ValueError(f"{name}={value}: must be at least 0 seconds and finite")
+
+    def link(self, between_nodes: bool) -> tuple[float, float]:
+        """The latency and the bandwidth of a link inside a node, or of that between nodes."""
+        if not between_nodes:
+            return self.latency, self.bandwidth
+        latency = self.latency if self.node_latency is None else self.node_latency
+        return latency, self.bandwidth if self.node_bandwidth is None else self.node_bandwidth
 
 
 ASSUMED_RATES = DeviceRates(1e14, bandwidth=25e9, latency=20e-6, costs=GPU_COSTS)  # a GPU and a 200 Gbit/s link
@@ -87,11 +96,15 @@ class RankTime:
         return RankTime(layers * self.work, layers * self.waiting, layers * self.latency)
 
 
-def slowest_rank_time(
-    plan: RingPlan, rates: DeviceRates, devices_per_node: int | None = None, weights: int = 0
-) -> RankTime:
-    """The time of the slowest of the ranks that are modelled."""
-    return max(rank_times(plan, rates, devices_per_node, weights).values(), key=lambda time: time.total)
+def ring_time(plan: RingPlan, rates: DeviceRates, devices_per_node: int | None = None, weights: int = 0) -> RankTime:
+    """How long a ring takes, until the last of the modelled ranks ends. ``work`` is that of the rank with the most.
+
+    So a rank that waits for slower ranks does not count as waiting for transfers.
+    """
+    times = rank_times(plan, rates, devices_per_node, weights).values()
+    last, work = max(times, key=lambda time: time.total), max(time.work for time in times)
+    latency = min(last.latency, last.total - work)
+    return RankTime(work, last.total - work - latency, latency)
 
 
 def rank_times(
@@ -121,21 +134,23 @@ def modelled_ranks(plan: RingPlan, devices_per_node: int | None = None) -> Seque
     """All ranks of a small ring.
 
     In a ring of more than 8, only both ends and two ranks between are modelled; with packed documents, whose ranks
-    differ more, up to 64 ranks. If the devices of a node share a link, whole nodes are modelled.
+    differ more, up to 64 ranks. If the devices of a node share a link, whole nodes are modelled. Planning a rank takes
+    time for each hop, so only both ends are modelled of more than 128 ranks, or the last node.
     """
     size = plan.layout.ring_size
     if size <= _WHOLE_RING:
         return range(size)
     if devices_per_node is None or devices_per_node == 1 or size <= devices_per_node:
-        return _spread(size, _SAMPLED_RANKS) if len(plan.documents.lengths) == 1 else plan.sample
-    nodes = max(2, min(_SAMPLED_RANKS, _SAMPLED_IN_NODES // devices_per_node))
+        wanted = 2 if size > _LARGE_RING else _SAMPLED_RANKS
+        return _spread(size, wanted) if len(plan.documents.lengths) == 1 else plan.sample
+    nodes = 1 if size > _LARGE_RING else max(2, min(_SAMPLED_RANKS, _SAMPLED_IN_NODES // devices_per_node))
     sampled = _spread(-(-size // devices_per_node), nodes)
     return [rank for rank in range(size) if node_of(rank, devices_per_node) in sampled]
 
 
 def _spread(size: int, wanted: int) -> list[int]:
-    """So many of the numbers below ``size``, at even distances, with both ends; fewer if there are fewer."""
-    return sorted({round(i * (size - 1) / (wanted - 1)) for i in range(wanted)})
+    """So many of the numbers below ``size``, from the last one down, at even distances; fewer if there are fewer."""
+    return sorted({size - 1 - round(i * (size - 1) / max(1, wanted - 1)) for i in range(wanted)})
 
 
 class _Flow(NamedTuple):
@@ -182,7 +197,7 @@ def _program(plan: RingPlan, rank: int, rates: DeviceRates, weights: int) -> Ite
         before, after = _exchanges(plan, rank, way)
         # Products with weights are split between before and after attention; where does not matter for the sum.
         yield _Work(WEIGHT_FLOPS[way] * weights * sizes.batch * plan.layout.rows_of(rank) / rates.flops)
-        yield from (_Post(before), _Wait(before))
+        yield from (_Work(rates.copying * sum(before.values())), _Post(before), _Wait(before))
         parcels = [
             flows(f"{way} parcels {i}", hop.sends, hop.receives, sizes.parcel_row_bytes)
             for i, hop in enumerate((*hops, nothing))
@@ -202,7 +217,7 @@ def _program(plan: RingPlan, rank: int, rates: DeviceRates, weights: int) -> Ite
             moved = sum(parcels[i + 1].values()) + sum(returning.values())
             yield _Work(seconds + rates.copying * min(moved, 2 * seconds * rates.bandwidth))
             yield from (_Wait(returning), _Post(gradients[i]))
-        yield from (_Wait(gradients[-1]), _Post(after), _Wait(after))
+        yield from (_Wait(gradients[-1]), _Work(rates.copying * sum(after.values())), _Post(after), _Wait(after))
 
 
 def _exchanges(plan: RingPlan, rank: int, way: str) -> list[dict[_Flow, int]]:
@@ -225,16 +240,19 @@ def _price(hop: Hop, costs: TileCosts, copies: int) -> float:
     )
 
 
-_Links = tuple[tuple[str, int], tuple[str, int]]  # out of the sender, and into the receiver
+_Link = tuple[str, int]  # out of a rank or into it, out of a node or into it
 
 
 @dataclass(slots=True)
 class _Transfer:
-    """A flow whose bytes move: how many are left, its links, and their bandwidth."""
+    """A flow whose bytes move: at ``since``, so many were ``left``, and with ``speed`` they end at ``end``."""
 
-    left: float
-    links: _Links
+    links: tuple[_Link, _Link]  # out of the sender, and into the receiver
     bandwidth: float
+    left: float
+    since: float
+    speed: float = 0.0
+    end: float = 0.0
 
 
 @dataclass(slots=True)
@@ -252,39 +270,29 @@ class _Rank:
 class _Simulation:
     """Runs programs of ranks from event to event. A peer that is not modelled is always ready."""
 
-    def __init__(self, programs: Mapping[int, Sequence[_Action]], rates: DeviceRates, devices_per_node: int) -> None:
+    def __init__(self, programs: Mapping[int, Iterable[_Action]], rates: DeviceRates, devices_per_node: int) -> None:
         self.rates, self.per_node = rates, devices_per_node
         self.ranks = {rank: _Rank(iter(actions)) for rank, actions in programs.items()}
         self.now = 0.0
-        self.events: list[tuple[float, int, int | _Flow]] = []  # a rank continues, or a flow starts to move bytes
+        self.events: list[tuple[float, int, int | _Flow]] = []  # a rank continues; a flow starts to move bytes, or ends
         self.order = count()
-        self.posted, self.done = set[_Flow](), set[_Flow]()
-        self.size: dict[_Flow, int] = {}
+        self.posted: dict[_Flow, int] = {}  # bytes
+        self.done = set[_Flow]()
         self.moving: dict[_Flow, _Transfer] = {}
-        self.users = Counter[tuple[str, int]]()  # of each link
+        self.users = defaultdict[_Link, dict[_Flow, _Transfer]](dict)  # of each link
 
     def run(self) -> dict[int, RankTime]:
         for rank in self.ranks:
             self._continue(rank)
-        while self.events or self.moving:
-            # A flow gets its share of the link that more flows use.
-            speeds = [one.bandwidth / max(self.users[link] for link in one.links) for one in self.moving.values()]
-            moving = [*zip(self.moving.items(), speeds, strict=True)]
-            least = min((one.left / speed for (_, one), speed in moving), default=math.inf)
-            until = self.events[0][0] - self.now if self.events else math.inf
-            step = min(least, until)
-            self.now += step
-            finished = [flow for (flow, one), speed in moving if one.left <= speed * step * (1 + 1e-9)]
-            for (_, one), speed in moving:
-                one.left -= speed * step
-            for flow in finished:
-                self._finish(flow)
-            if until <= least:
-                _, _, what = heappop(self.events)
-                if isinstance(what, _Flow):
-                    self._start(what)
-                else:
-                    self._continue(what)
+        while self.events:
+            self.now, _, what = heappop(self.events)
+            if not isinstance(what, _Flow):
+                self._continue(what)
+            elif what in self.moving:
+                if self.moving[what].end == self.now:  # otherwise it ends at another time by now
+                    self._finish(what)
+            elif what not in self.done:
+                self._start(what)
         assert not any(rank.missing for rank in self.ranks.values()), "a rank waits for a message that is not sent"
         return {i: RankTime(rank.work, rank.waiting, rank.latency) for i, rank in self.ranks.items()}
 
@@ -293,14 +301,13 @@ class _Simulation:
         rank = self.ranks[number]
         for action in rank.actions:
             if isinstance(action, _Work):
-                if action.seconds:
-                    rank.work += action.seconds
-                    self._later(action.seconds, number)
-                    return
-            elif isinstance(action, _Post):
+                rank.work += action.seconds
+                self._later(action.seconds, number)
+                return
+            if isinstance(action, _Post):
                 for flow, size in action.flows.items():
                     self._post(flow, size)
-            elif missing := set(action.flows) - self.done:
+            elif missing := {flow for flow in action.flows if flow not in self.done}:
                 rank.missing, rank.since = missing, self.now
                 return
 
@@ -310,16 +317,30 @@ class _Simulation:
     def _post(self, flow: _Flow, size: int) -> None:
         both = flow.sender in self.ranks and flow.receiver in self.ranks
         if flow in self.posted or not both:
-            self.size[flow] = size
             self._later(self._latency(flow), flow)
-        self.posted.add(flow)
+        self.posted[flow] = size
 
     def _start(self, flow: _Flow) -> None:
-        self.moving[flow] = _Transfer(self.size.pop(flow), *self._links(flow))
-        self.users.update(self.moving[flow].links)
+        links, bandwidth = self._links(flow)
+        one = self.moving[flow] = _Transfer(links, bandwidth, self.posted[flow], self.now)
+        for link in links:
+            self.users[link][flow] = one
+        self._share(links)
+
+    def _share(self, links: tuple[_Link, _Link]) -> None:
+        """Divide links equally among their flows; a flow gets its share of the link that more flows use."""
+        for flow, one in {flow: one for link in links for flow, one in self.users[link].items()}.items():
+            speed = one.bandwidth / max(len(self.users[link]) for link in one.links)
+            if speed != one.speed:
+                one.left -= one.speed * (self.now - one.since)
+                one.since, one.speed, one.end = self.now, speed, self.now + max(0.0, one.left) / speed
+                heappush(self.events, (one.end, next(self.order), flow))
 
     def _finish(self, flow: _Flow) -> None:
-        self.users.subtract(self.moving.pop(flow).links)
+        links = self.moving.pop(flow).links
+        for link in links:
+            del self.users[link][flow]
+        self._share(links)
         self.done.add(flow)
         for number in (flow.sender, flow.receiver):
             rank = self.ranks.get(number)
@@ -336,13 +357,13 @@ class _Simulation:
         return node_of(flow.sender, self.per_node) != node_of(flow.receiver, self.per_node)
 
     def _latency(self, flow: _Flow) -> float:
-        between = self.rates.node_latency
-        return between if between is not None and self._between_nodes(flow) else self.rates.latency
+        return self.rates.link(self._between_nodes(flow))[0]
 
-    def _links(self, flow: _Flow) -> tuple[_Links, float]:
+    def _links(self, flow: _Flow) -> tuple[tuple[_Link, _Link], float]:
         """The links that a flow uses, of the two ranks or of all ranks of their nodes, and their bandwidth."""
-        between = self.rates.node_bandwidth
-        if between is not None and self._between_nodes(flow):
+        between = self._between_nodes(flow)
+        bandwidth = self.rates.link(between)[1]
+        if between and self.rates.node_bandwidth is not None:
             nodes = [node_of(rank, self.per_node) for rank in (flow.sender, flow.receiver)]
-            return (("from node", nodes[0]), ("to node", nodes[1])), between
-        return (("from rank", flow.sender), ("to rank", flow.receiver)), self.rates.bandwidth
+            return (("from node", nodes[0]), ("to node", nodes[1])), bandwidth
+        return (("from rank", flow.sender), ("to rank", flow.receiver)), bandwidth

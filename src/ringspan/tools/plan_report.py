@@ -16,14 +16,14 @@ from ringspan.geometry import Documents, Pattern, WindowBranch
 from ringspan.layout import AnyLayout, Layout
 from ringspan.planning import CPU_COSTS, ByNode, RankMemory, RingPlan, Routing, TensorSizes, check_routing
 from ringspan.planning.breakeven import BreakEven, LayoutAdvice, short_time
-from ringspan.planning.timing import ASSUMED_RATES, FORWARD_FLOPS, DeviceRates, RankTime, slowest_rank_time
+from ringspan.planning.timing import ASSUMED_RATES, FORWARD_FLOPS, DeviceRates, RankTime, ring_time
 from ringspan.tools.pages import Rows, Table
 
 NUMBER_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 MOST_RANKS_LISTED = 16
 _LARGE_BYTES, _LARGE_ROUNDS = 16 * 2**20, 10
 _SMALL_BYTES, _SMALL_ROUNDS = 8, 300
-_PRODUCTS, _PRODUCT_ROWS = 8, 1024  # 17 GFLOPs, so longer than an exchange of large messages
+_PRODUCTS, _PRODUCT_ROWS = 4, 1024  # 9 GFLOPs, so longer than an exchange of large messages
 _TILES, _TILE_ROWS = 4, 512
 _TIMEOUT_SECONDS = 600.0
 
@@ -243,20 +243,18 @@ def break_even_sentence(plan: RingPlan, answer: BreakEven, faster: float) -> str
     )
 
 
-def routing_times(plan: RingPlan, rates: DeviceRates, ranks_per_node: int) -> dict[Routing, RankTime]:
-    """The modelled time of the slowest rank with each routing, for a ring over several nodes."""
+def routing_times(plan: RingPlan, rates: DeviceRates, ranks_per_node: int | None) -> dict[Routing, RankTime]:
+    """The modelled time of a ring over several nodes with each routing; empty for a single node."""
+    if ranks_per_node is None or ranks_per_node >= plan.layout.ring_size:
+        return {}
     routings: tuple[Routing, ...] = ("relay", "direct", ByNode(ranks_per_node))
-    return {one: slowest_rank_time(replace(plan, routing=one), rates, ranks_per_node) for one in routings}
+    return {one: ring_time(replace(plan, routing=one), rates, ranks_per_node) for one in routings}
 
 
 def routing_sentence(times: Mapping[Routing, RankTime]) -> str:
     """The routings by their modelled time, the fastest first."""
-    shown = [f"{routing} {short_time(time.total)}" for routing, time in _by_time(times)]
-    return f"Routing between nodes, by the time of the slowest rank in the model: {', '.join(shown)}."
-
-
-def _by_time(times: Mapping[Routing, RankTime]) -> list[tuple[Routing, RankTime]]:
-    return sorted(times.items(), key=lambda each: each[1].total)
+    shown = [f"{one} {short_time(times[one].total)}" for one in sorted(times, key=lambda one: times[one].total)]
+    return f"Routing between nodes, by the time in the model: {', '.join(shown)}."
 
 
 def as_document(

@@ -6,9 +6,20 @@ from typing import Any
 import pytest
 
 import ringspan as rs
-from benchmarks.plans import COLUMNS, CONFIGURATIONS, DEVICES, Configuration, broken, column, errors, measure_choices, ratio
+from benchmarks.plans import (
+    COLUMNS,
+    CONFIGURATIONS,
+    DEVICES,
+    Configuration,
+    broken,
+    column,
+    errors,
+    measure_choices,
+    ratio,
+)
 from benchmarks.suite import HEAD_DIM, HEADS, Results
 from ringspan.runtime.launch import run_local_ranks
+from tests.ranks import starts_processes
 
 ROW: dict[str, Any] = dict(
     name="full",
@@ -30,7 +41,9 @@ def test_configurations_are_of_every_kind() -> None:
 @pytest.mark.parametrize("one", CONFIGURATIONS, ids=lambda one: f"{one.name}, {one.n}")
 def test_every_choice_has_a_column_of_its_own(one: Configuration) -> None:
     n = one.n // 8
-    options: dict[str, Any] = dict(causal=one.causal, batch=one.batch, kv_heads=one.kv_heads, heads=HEADS, head_dim=HEAD_DIM)
+    options: dict[str, Any] = dict(
+        causal=one.causal, batch=one.batch, kv_heads=one.kv_heads, heads=HEADS, head_dim=HEAD_DIM
+    )
     lengths = one.documents(n) if one.documents else None
     found = rs.best_plan(one.pattern, n, devices=DEVICES, lengths=lengths, **options)
     columns = [column(choice) for choice in found.ranked]
@@ -52,6 +65,7 @@ def test_a_slow_choice_breaks_the_promise(tmp_path: Path) -> None:
     assert "full, 2,048 rows: 1.600" in broken(results)
 
 
+@starts_processes
 @pytest.mark.slow
 def test_measured_on_two_processes() -> None:
     numbers = [6, 18, 27]  # a batch, a window, and documents that processes divide
