@@ -41,6 +41,7 @@ SUITES = {
     "tiles": Entry("What a tile costs: the price model of plans, fitted", 1, 3, "docs/derivation.md"),
     "ring": Entry("Rings: speed-up, other rings, memory, bytes, error", 9, 30, "docs/ring_results.md"),
     "documents": Entry("Packed documents: balance, bytes and time by layout", 1, 8, "docs/documents.md"),
+    "plans": Entry("Plans for two processes: predicted and measured times", 8, 22, "docs/plans.md"),
     "results": Entry("Trials of ringspan and its alternatives over lengths and ring sizes", 7, 20, "docs/results.md"),
     "training": Entry("Training: long sequences, speed-up, context, resuming", 5, 40, "docs/training_results.md"),
     "decoding": Entry("Decoding: time and memory per token with a bounded cache", 3, 7, "docs/decoding.md"),

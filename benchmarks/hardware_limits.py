@@ -15,8 +15,8 @@ import torch
 import ringspan as rs
 from ringspan.layout import LayoutName
 from ringspan.planning import ByNode, RingPlan, Routing
-from ringspan.planning.breakeven import DeviceRates, rank_time
 from ringspan.planning.cost import traffic
+from ringspan.planning.timing import DeviceRates, ring_time
 
 MEMORY_BYTES = 80e9
 FLOPS = 0.4 * 989e12
@@ -92,9 +92,7 @@ def hardware_limits(ranks: int) -> dict[str, Any]:
     keeps_up = None
     while _fits(tokens, ranks):
         longest = tokens
-        time = max(
-            (rank_time(layer(tokens, ranks), rank, rates) for rank in _sampled_ranks(ranks)), key=lambda t: t.total
-        )
+        time = ring_time(layer(tokens, ranks), rates)
         if keeps_up is None and time.waiting + time.latency <= 0.1 * time.work:
             keeps_up = tokens
         tokens *= 2

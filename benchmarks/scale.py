@@ -18,6 +18,7 @@ import ringspan as rs
 from benchmarks.hardware_limits import communication, hardware_limits, nodes
 from benchmarks.scale_report import report
 from benchmarks.suite import Measuring, Suite, run_python
+from ringspan.planning.timing import ASSUMED_RATES
 from ringspan.runtime.device import Cpu
 from ringspan.runtime.launch import run_local_ranks
 from ringspan.tools.demonstration import steady_seconds_per_token, whole_sequence_pattern
@@ -125,7 +126,7 @@ def _measured(ranks: int, tokens: int, head_dim: int) -> Iterator[dict[str, Any]
     )
     chosen = {"first": 0, "last": ranks - 1}
     rehearsed = rehearse_ring(
-        plan, chosen, Network(bandwidth=25e9), torch.float32, backward=True, threads=1, timeout_seconds=600
+        plan, chosen, Network(ASSUMED_RATES), torch.float32, backward=True, threads=1, timeout_seconds=600
     )
     for rank in rehearsed.ranks.values():
         assert rank.backward is not None

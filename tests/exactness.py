@@ -79,7 +79,7 @@ def assert_ring_equals_oracle(
     close(lse, split(right_lse, dim=2))
     shape = dict(batch=q.shape[0], heads=q.shape[2], kv_heads=k.shape[2], head_dim=q.shape[3], dtype=q.dtype)
     where = dict(ring_size=ring.size, head_ranks=ring.head_ranks, layout=ring.layout, routing=ring.routing)
-    what = dict(causal=options["causal"], lengths=options["lengths"], optimize=optimize)
+    what = dict(causal=options["causal"], lengths=options["lengths"], order=options.get("order"), optimize=optimize)
     plan = rs.plan(options["pattern"], q.shape[1], **what, **shape, **where)
     per_row = sinks is not None and sinks.dim() == 3
     if not per_row or ring.head_ranks == 1:  # the plan does not count sinks that head ranks exchange

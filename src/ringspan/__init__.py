@@ -49,9 +49,9 @@ _MODULE_OF = {
     "PlanChoice": "ringspan.planning.best",
     "PlanChoices": "ringspan.planning.best",
     "best_plan": "ringspan.planning.best",
-    "DeviceRates": "ringspan.planning.breakeven",
+    "DeviceRates": "ringspan.planning.timing",
     "LayoutAdvice": "ringspan.planning.breakeven",
-    "RankTime": "ringspan.planning.breakeven",
+    "RankTime": "ringspan.planning.timing",
     "attention_weights": "ringspan.readout",
     "Counters": "ringspan.ring",
     "Ring": "ringspan.ring",
@@ -109,9 +109,9 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors; tests/test_i
     from ringspan.planning.best import PlanChoice as PlanChoice
     from ringspan.planning.best import PlanChoices as PlanChoices
     from ringspan.planning.best import best_plan as best_plan
-    from ringspan.planning.breakeven import DeviceRates as DeviceRates
     from ringspan.planning.breakeven import LayoutAdvice as LayoutAdvice
-    from ringspan.planning.breakeven import RankTime as RankTime
+    from ringspan.planning.timing import DeviceRates as DeviceRates
+    from ringspan.planning.timing import RankTime as RankTime
     from ringspan.readout import attention_weights as attention_weights
     from ringspan.ring import Counters as Counters
     from ringspan.ring import Ring as Ring

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ringspan._op import attention_op
 from ringspan.geometry import Pattern, as_int, check_pattern
-from ringspan.order import FoldedOrder, Order
+from ringspan.order import Order, check_causality
 from ringspan.planning import Optimize, costs_for
 from ringspan.ring import Ring, SimulatedRing
 from ringspan.validation import (
@@ -175,12 +175,8 @@ def check_options(causal: Any, order: Any, ring: Any) -> None:
         raise TypeError(f"causal={causal!r}: must be True or False")
     if order is not None and not isinstance(order, Order):
         raise TypeError(f"order={order!r}: must be an order such as Hilbert(shape) or Hilbert.folded(segment_length)")
-    if causal and order is not None and not isinstance(order, FoldedOrder):
-        raise ValueError(
-            f"order={order!r} with causal=True: the order puts later rows before earlier ones. For causality along the "
-            "curve, reorder the data once, before the model and the split, and call attention without order=. For a "
-            "sequence without a grid, use Hilbert.folded(segment_length)"
-        )
+    if order is not None:
+        check_causality(order, causal)
     if ring is not None and not isinstance(ring, (Ring, SimulatedRing)):
         raise TypeError(
             f"ring is a {type(ring).__name__}: must be a Ring or a SimulatedRing; make one with Ring(group)"

@@ -19,7 +19,7 @@ from ringspan.engine import BackwardRun, ForwardRun
 from ringspan.geometry import Documents, Pattern
 from ringspan.kernels import Kernel, ScoreOptions
 from ringspan.layout import Layout
-from ringspan.order import Arrangement, Order, Pass, check_fits, passes
+from ringspan.order import Arrangement, Order, Pass, check_fits, passes, shares_pairs
 from ringspan.planning import Hop, RankPlan, TileCosts, plan_rank
 from ringspan.planning.heads import check_heads, head_ranks_of, inside_ring, shards_of
 from ringspan.ring.agreement import digest, fingerprint
@@ -134,7 +134,8 @@ class Call:
         found = passes(self.pattern, self.order, self.causal)
         if self.order is not None:
             check_fits(self.order, documents, shards_of(layout), moves=any(one.order is not None for one in found))
-        return [_PassOverRows(one, self.backend, layout, documents, self.costs) for one in found]
+        costs = self.costs if shares_pairs(found) else None
+        return [_PassOverRows(one, self.backend, layout, documents, costs) for one in found]
 
     def _metadata(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, lengths: Tensor | None, needs: Sequence[bool]

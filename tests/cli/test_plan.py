@@ -22,7 +22,8 @@ from ringspan.cli.app import app
 from ringspan.geometry import Documents
 from ringspan.layout import Layout
 from ringspan.planning import plan_rank
-from ringspan.planning.breakeven import ASSUMED_RATES, break_even, rank_time, speedup
+from ringspan.planning.breakeven import break_even, speedup
+from ringspan.planning.timing import ASSUMED_RATES, rank_times, ring_time
 from tests.traces import read_trace
 
 PATTERN = rs.Dilated((2048, 8192, 32768), (1, 4, 16))
@@ -77,16 +78,13 @@ def test_a_predicted_trace_takes_the_time_of_the_model(tmp_path: Path) -> None:
     plan = rs.plan(PATTERN, 32768, ring_size=4, layout="zigzag", causal=True)
     plan = replace(plan, costs=ASSUMED_RATES.costs)
     assert found.names == {rank: f"rank {rank} (predicted)" for rank in range(4)}
-    for rank in range(4):
-        time = rank_time(plan, rank, ASSUMED_RATES)
-        spent = {name: sum(e["dur"] for e in found.spans(rank, name=name)) / 1e6 for name in ("tiles", "wait")}
-        steps = len(found.spans(rank, name="tiles")) + len(found.spans(rank, name="wait"))
-        assert spent["tiles"] == pytest.approx(time.work, abs=1e-9 * steps)
-        assert spent["wait"] == pytest.approx(time.waiting + time.latency, abs=1e-9 * steps)
-        passes = [e for e in found.spans(rank) if e["name"] in ("forward", "backward")]
-        assert [e["name"] for e in passes] == ["forward", "backward"]
-        assert sum(e["dur"] for e in passes) / 1e6 == pytest.approx(time.total, abs=1e-9 * 2 * steps)
-        assert sum(e["args"]["pairs"] for e in found.spans(rank, name="tiles")) == 2 * plan.work(rank)
+    for rank, spent in rank_times(plan, ASSUMED_RATES).items():
+        work, waits = found.spans(rank, "compute", "forward"), found.spans(rank, "compute", "wait")
+        work += found.spans(rank, "compute", "backward")
+        assert sum(e["dur"] for e in work) / 1e6 == pytest.approx(spent.work, abs=1e-9 * len(work))
+        assert sum(e["dur"] for e in waits) / 1e6 == pytest.approx(spent.waiting + spent.latency, abs=1e-9 * len(waits))
+        assert max(e["ts"] + e["dur"] for e in work + waits) / 1e6 == pytest.approx(spent.total, abs=1e-8)
+        assert sum(e["args"]["pairs"] for e in work) == 2 * plan.work(rank)
         sent = sum(e["args"]["bytes"] for e in found.spans(rank, "sends"))
         assert sent == plan.bytes_sent(rank) + plan.bytes_sent(rank, backward=True)
     alone = tmp_path / "alone.json"
@@ -194,6 +192,35 @@ def test_break_even_is_one_sentence() -> None:
     assert "a ring of 3 is never faster than one device up to 1,073,741,823 tokens" in hopeless
     assert "for parcels" in hopeless
     assert "a ring of" not in run("--ranks", "1", "--flops", "1e14", "--bandwidth", "25e9")
+
+
+def test_two_kinds_of_links() -> None:
+    nodes = ["--pattern", "full", "--ranks", "8", "--ranks-per-node", "4", "--flops", "1e14", "--bandwidth", "2e11"]
+    found = run_json(*nodes, "--node-bandwidth", "5e9", "--no-measure")
+    rates = replace(ASSUMED_RATES, flops=1e14, bandwidth=2e11, node_bandwidth=5e9)
+    assert found["rates"]["node_bandwidth"] == 5e9
+    layout = found["advice"]["layout"]
+    for routing in ("relay", "direct", rs.ByNode(4)):
+        plan = rs.plan(rs.Full(), 2**17, ring_size=8, layout=layout, causal=True, routing=routing, device="cuda")  # type: ignore[arg-type]
+        assert found["routings"][str(routing)]["total"] == pytest.approx(ring_time(plan, rates, 4).total)
+    page = run(*nodes, "--node-bandwidth", "5e9", "--no-measure", "--routing", "by-node")
+    assert "routing: relay by nodes of 4" in page
+    assert "Routing between nodes, by the time in the model: relay by nodes of 4" in page
+    assert "5 GB/s between nodes (given)" in page
+    assert run_json("--no-measure")["routings"] == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--node-bandwidth", "1e9"], "--ranks-per-node"),
+        (["--ranks", "6", "--ranks-per-node", "4"], "must divide the 6 ranks"),
+        (["--routing", "by-node"], "add --ranks-per-node"),
+        (["--ranks-per-node", "2", "--node-bandwidth", "0"], "node_bandwidth=0.0"),
+    ],
+)
+def test_bad_nodes(arguments: list[str], words: str) -> None:
+    assert words in run("--no-measure", *arguments, status=2)
 
 
 def test_missing_rates_are_measured_here() -> None:

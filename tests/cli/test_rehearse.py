@@ -35,7 +35,7 @@ def test_the_page() -> None:
 
 
 def test_the_json_document_and_a_trace(tmp_path: Path) -> None:
-    slow = ["--bandwidth", "1e8", "--bandwidth-across", "1e7", "--ranks-per-node", "4", "--routing", "nodes"]
+    slow = ["--bandwidth", "1e8", "--node-bandwidth", "4e7", "--ranks-per-node", "4", "--routing", "by-node"]
     path = tmp_path / "trace.json"
     result = CliRunner().invoke(
         app, ["rehearse", *SMALL, "--ranks", "16", "--backward", *slow, "--json", "--trace", str(path)]
@@ -71,7 +71,7 @@ def test_the_json_document_and_a_trace(tmp_path: Path) -> None:
     [
         (["--ranks", "4", "--rank", "4"], "4: must be in 0 .. 3"),
         (["--tokens", "1e12", "--ranks", "2"], "a rank needs"),
-        (["--routing", "nodes"], "--ranks-per-node"),
+        (["--routing", "by-node"], "--ranks-per-node"),
         (["--routing", "thrown"], "routing='thrown'"),
         (["--bandwidth", "0"], "bandwidth=0.0: must be positive"),
         (["--layout", "round"], "layout='round'"),

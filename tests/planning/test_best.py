@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 import ringspan as rs
-from ringspan.planning.breakeven import ASSUMED_RATES, slowest_rank_time, time_alone
+from ringspan.planning.breakeven import time_alone
+from ringspan.planning.timing import ASSUMED_RATES, ring_time
 
 FULL = rs.Full()
 PAIRS_ONLY = rs.TileCosts(row=0, call=0, diagonal=0, narrow=1)
@@ -145,7 +146,7 @@ def test_order_and_predictions_are_those_of_the_plans(pattern: rs.Pattern, optio
     }
     for choice in choices.ranked:
         assert choice.rings * choice.ring_size + choice.idle == choices.devices
-        assert choice.time.total >= slowest_rank_time(choice.plan, choices.rates).total * (1 - 1e-12)
+        assert choice.time.total >= ring_time(choice.plan, choices.rates).total * (1 - 1e-12)
         if choice.ring_size <= 8:
             ranks = range(choice.ring_size)
             both = [choice.plan.bytes_sent(rank) + choice.plan.bytes_sent(rank, backward=True) for rank in ranks]
@@ -174,7 +175,7 @@ def test_no_plan_that_the_search_skips_is_much_faster(pattern: rs.Pattern, n: in
         )
         for (size, count), layout, routing in product(sizes, layouts, routings)
     ]
-    fastest = min(slowest_rank_time(plan, rates).total for plan in every)
+    fastest = min(ring_time(plan, rates).total for plan in every)
     assert rs.best_plan(pattern, n, devices=8, causal=True, rates=rates).best.time.total <= 1.021 * fastest
 
 
@@ -224,9 +225,79 @@ def test_no_length_for_packed_documents_and_for_one_device() -> None:
         ({"seq_len": 8, "devices": 2, "batch": 0}, "batch=0"),
         ({"seq_len": 8, "devices": 6, "devices_per_node": 4}, "devices_per_node=4"),
         ({"seq_len": 8, "devices": 2, "devices_per_node": 0}, "devices_per_node=0"),
+        ({"seq_len": 8, "devices": 2, "layer_weights": -1}, "layer_weights=-1"),
+        ({"seq_len": 8, "devices": 2, "rates": rs.DeviceRates(1, 1, 1, node_bandwidth=1)}, "devices_per_node"),
         ({"seq_len": 2**20, "devices": 2, "memory": 1e6}, "no plan fits on 2 devices"),
     ],
 )
 def test_bad_arguments(options: dict[str, object], stem: str) -> None:
     with pytest.raises(ValueError, match=stem):
         rs.best_plan(FULL, **options)  # type: ignore[arg-type]
+
+
+def test_a_model_without_layers() -> None:
+    with pytest.raises(ValueError, match="the pattern of a layer"):
+        rs.best_plan([], 8, devices=2)
+
+
+def test_equal_layers_take_as_often_as_long_and_are_planned_once() -> None:
+    options: dict[str, Any] = dict(devices=4, causal=True, rates=ASSUMED_RATES)
+    one = rs.best_plan(FULL, 2**14, **options)
+    six = rs.best_plan([FULL] * 6, 2**14, **options)
+    assert [str(choice) for choice in six.ranked] == [str(choice) for choice in one.ranked]
+    assert six.best.time.total == pytest.approx(6 * one.best.time.total)
+    assert six.best.sent == 6 * one.best.sent
+    assert six.layers.counts == ((FULL, 6),)
+    rows, heads, dim = six.best.plan.layout.rows_of(0), 8, 64
+    saved = rows * heads * (4 * dim * 4 + 4)
+    assert six.best.memory == one.best.memory + 5 * saved
+
+
+def test_the_time_of_a_model_is_the_sum_of_its_layers() -> None:
+    layers, per_node = [rs.Window(255), rs.Window(255), FULL], 2
+    rates = rs.DeviceRates(1e11, bandwidth=1e9, latency=1e-4, node_bandwidth=2e8)
+    options: dict[str, Any] = dict(devices=4, causal=True, rates=rates, devices_per_node=per_node)
+    choices = rs.best_plan(layers, 8192, layer_weights=10**6, **options)
+    for choice in choices.ranked:
+        plans = [replace(choice.plan, pattern=pattern) for pattern in layers]
+        times = [ring_time(plan, rates, per_node, 10**6).total for plan in plans]
+        assert choice.time.total == pytest.approx(sum(times))
+    found = choices.break_even
+    assert found is not None
+    assert found.pays
+    longer = int(1.2 * found.length)
+    assert rs.best_plan(layers, longer, layer_weights=10**6, **options).best.ring_size > 1
+
+
+def test_weights_make_shorter_sequences_pay() -> None:
+    """The products of a rank's own rows are divided by a ring too, and need no message."""
+    options: dict[str, Any] = dict(devices=4, causal=True, rates=rs.DeviceRates(1e13, 1e9, 1e-4))
+    light, heavy = (rs.best_plan([FULL] * 2, 2**13, layer_weights=w, **options).break_even for w in (0, 10**8))
+    assert light is not None
+    assert heavy is not None
+    assert heavy.length < light.length
+
+
+def test_a_slow_link_between_nodes_keeps_rings_inside_them_or_enters_each_node_once() -> None:
+    rates = rs.DeviceRates(1e14, bandwidth=200e9, latency=1e-5, node_bandwidth=4e9, node_latency=2e-5)
+    options: dict[str, Any] = dict(devices=16, devices_per_node=8, causal=True, rates=rates, heads=7)
+    inside = rs.best_plan(FULL, 2**17, batch=2, **options)
+    assert (shape(inside.best), inside.best.sent_by_node) == ((2, 8), 0)
+    assert "nothing is sent between nodes" in inside.reason
+    across = rs.best_plan(FULL, 2**20, **options)
+    assert (shape(across.best), across.best.routing) == ((1, 16), rs.ByNode(8))
+    assert "as with routing" in across.reason
+    alike = {
+        str(one.routing): one
+        for one in across.ranked
+        if (one.ring_size, one.layout, one.head_ranks) == (16, across.best.layout, across.best.head_ranks)
+    }
+    assert alike["relay by nodes of 8"].sent_by_node < alike["relay"].sent_by_node
+    assert alike["relay by nodes of 8"].sent_by_node < alike["direct"].sent_by_node
+    flat = rs.best_plan(FULL, 2**20, devices=16, causal=True, heads=7, rates=replace(rates, node_bandwidth=None))
+    assert flat.best.time.total < across.best.time.total
+
+
+def test_rings_fill_nodes_or_fit_into_one() -> None:
+    choices = rs.best_plan(FULL, 4096, devices=12, devices_per_node=4, batch=12)
+    assert {choice.ring_size for choice in choices.ranked} == {1, 2, 4, 12}

@@ -1,4 +1,5 @@
 import time
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -121,3 +122,16 @@ def test_best_layout_says_why() -> None:
 def test_bad_input(change: dict, words: str) -> None:  # type: ignore[type-arg]
     with pytest.raises(ValueError, match=words):
         rs.plan(rs.Full(), 4096, **change)
+
+
+def test_causal_passes_of_an_order_share_no_pairs() -> None:
+    """The rows of each branch have an order of their own: the plan counts branch by branch, as the call does."""
+    options: dict[str, Any] = dict(ring_size=4, layout="contiguous", order=rs.Hilbert.folded(16))
+    pattern, apart = rs.Dilated((64, 256), (1, 2)), rs.TileCosts(0, 0, 0)
+    moved = rs.plan(rs.Dilated((60, 240), (1, 2)), 512, causal=True, optimize=apart, **options)
+    assert moved.share_computed == 1
+    assert rs.plan(pattern, 512, optimize=apart, **options).share_computed < 1, "not causal: one pass"
+    with pytest.raises(ValueError, match="moves rows across row 100"):
+        rs.plan(pattern, 400, causal=True, **options)
+    with pytest.raises(ValueError, match="later rows before earlier ones"):
+        rs.plan(pattern, 64, causal=True, order=rs.Hilbert((8, 8)))

@@ -76,8 +76,7 @@ def test_folded_orders_equal_the_oracle() -> None:
         pattern = rs.Dilated([random.randint(1, 30), random.randint(1, 60)], [1, random.randint(1, 4)])
         options = dict(pattern=pattern, causal=case % 2 == 0, lengths=(cut, n - cut), order=rs.Hilbert.folded(fold))
         tensors = inputs(1, n, random.randint(1, 3), random.randint(1, 2), 4)
-        # The plan counts all branches together, but causal passes take one each.
-        assert_ring_equals_oracle(ring, tensors, options, optimize="none")
+        assert_ring_equals_oracle(ring, tensors, options)
 
 
 @on_ranks(2, 3, 4)

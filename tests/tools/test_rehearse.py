@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import ringspan as rs
-from ringspan.planning import ByNode, RingPlan
+from ringspan.planning import RingPlan
+from ringspan.planning.timing import ASSUMED_RATES, DeviceRates
 from ringspan.runtime.device import Cpu
 from ringspan.runtime.launch import run_local_ranks
 from ringspan.tools.rehearse import (
@@ -26,7 +27,7 @@ pytestmark = shares_processes(__name__)
 # Tensors of 32 MiB or more on every rank: glibc keeps smaller buffers when they are freed, which would dominate.
 N, HEADS, DIM = 2**17, 4, 128
 PATTERN = rs.Dilated((256, N), (1, 32))
-FAST = Network(bandwidth=25e9)
+FAST = Network(ASSUMED_RATES)  # 25e9 bytes/s, 20 µs
 RING_SIZES = [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
 
 
@@ -115,7 +116,8 @@ def test_one_rank_of_a_ring_of_256() -> None:
 def test_a_slow_network_makes_ranks_wait() -> None:
     plan = ring(8)
     fast, slow = (
-        rehearse_rank(plan, 3, Network(bandwidth, latency=0), torch.float32, backward=True) for bandwidth in (1e15, 1e6)
+        rehearse_rank(plan, 3, Network(DeviceRates(1, bandwidth, latency=0)), torch.float32, backward=True)
+        for bandwidth in (1e15, 1e6)
     )
     assert fast.waiting < 0.01
     received = plan.bytes_received(3) + plan.bytes_received(3, backward=True)
@@ -126,7 +128,7 @@ def test_a_slow_network_makes_ranks_wait() -> None:
 
 
 def test_links_within_and_across_nodes_are_independent() -> None:
-    network = Network(bandwidth=100.0, latency=1.0, ranks_per_node=4, bandwidth_across=10.0)
+    network = Network(DeviceRates(1, bandwidth=100, latency=1, node_bandwidth=40), ranks_per_node=4)
     assert network.is_across(3, 4)
     assert not network.is_across(4, 7)
     clock = RehearsalClock(network)
@@ -161,12 +163,7 @@ def test_a_step_is_as_slow_as_its_slowest_rank() -> None:
     )
 
 
-def test_invalid_networks_raise() -> None:
-    with pytest.raises(ValueError, match="bandwidth=0: "):
-        Network(0)
-    with pytest.raises(ValueError, match=r"bandwidth_across=0\.0: "):
-        Network(1.0, ranks_per_node=8)
-    with pytest.raises(ValueError, match="latency=-1: "):
-        Network(1.0, latency=-1)
-    with pytest.raises(ValueError, match="ranks_per_node=-1"):
-        ByNode(-1)
+def test_without_a_bandwidth_between_nodes_all_links_are_equal() -> None:
+    network = Network(DeviceRates(1, bandwidth=100, latency=1, node_latency=3), ranks_per_node=4)
+    assert (network.seconds(100, across=False), network.seconds(100, across=True)) == (2, 4)
+    assert not Network(network.rates).is_across(3, 4)

@@ -7,12 +7,13 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias, TypeVar, cast, get_type_hints
 
 import typer
 
 from ringspan.geometry import Dilated, Pattern, parse_pattern, unselected_warning
 from ringspan.layout import check_layout_name
+from ringspan.planning import ByNode, Routing
 from ringspan.runtime.counts import parse_count, parse_documents
 from ringspan.train.config import TrainSettings, choices_of
 
@@ -128,6 +129,50 @@ TraceFile = Annotated[
 ]
 Heads = Annotated[int, typer.Option(help="Query heads.", min=1)]
 HeadDim = Annotated[int, typer.Option(help="Head dimension.", min=1)]
+RoutingName = Annotated[
+    str,
+    typer.Option(
+        help="relay (from neighbour to neighbour), direct (from the owner) or, with --ranks-per-node, by-node "
+        "(relay that enters each node once)."
+    ),
+]
+RanksPerNode = Annotated[
+    int | None, typer.Option(help="Ranks of a node; consecutive.", min=1, show_default="all ranks")
+]
+NodeBandwidth = Annotated[
+    float | None,
+    typer.Option(
+        help="Bytes/s that the ranks of a node together send to other nodes.",
+        show_default="each rank has its --bandwidth",
+    ),
+]
+NodeLatency = Annotated[
+    float | None, typer.Option(help="Latency of a hop between nodes in seconds.", show_default="--latency")
+]
+
+
+def as_routing(name: str, ranks_per_node: int | None) -> Routing:
+    """The routing with this name; other names are left to `check_routing`."""
+    if name != "by-node":
+        return cast("Routing", name)
+    if ranks_per_node is None:
+        raise typer.BadParameter("by-node needs the size of a node: add --ranks-per-node", param_hint="--routing")
+    return ByNode(ranks_per_node)
+
+
+def check_nodes(
+    ring_size: int, ranks_per_node: int | None, node_bandwidth: float | None, node_latency: float | None
+) -> None:
+    """Raise unless the ring fills its nodes, and rates between nodes are given only for nodes."""
+    if ranks_per_node is None:
+        for option, given in (("--node-bandwidth", node_bandwidth), ("--node-latency", node_latency)):
+            if given is not None:
+                raise typer.BadParameter("give --ranks-per-node too", param_hint=option)
+    elif ring_size > ranks_per_node and ring_size % ranks_per_node:
+        raise typer.BadParameter(
+            f"{ranks_per_node}: must divide the {ring_size} ranks, so that the ring fills its nodes",
+            param_hint="--ranks-per-node",
+        )
 
 
 def flags_of(shown: Any, source: str, topic: str = "") -> list[inspect.Parameter]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -18,7 +18,13 @@ from ringspan.cli.options import (
     AsJson,
     HeadDim,
     Heads,
+    NodeBandwidth,
+    NodeLatency,
+    RanksPerNode,
+    RoutingName,
     TraceFile,
+    as_routing,
+    check_nodes,
     make_console,
     read_as,
     read_count,
@@ -30,13 +36,14 @@ from ringspan.cli.options import (
 from ringspan.geometry import Dilated, Pattern
 from ringspan.layout import AnyLayout, LayoutName, check_layout_name, layouts_to_compare
 from ringspan.planning import RingPlan, Routing
-from ringspan.planning.breakeven import LONGEST, BreakEven, advise_layout, break_even, speedup
+from ringspan.planning.breakeven import LONGEST, BreakEven, LayoutAdvice, advise_layout, break_even, speedup
+from ringspan.planning.timing import RankTime
 from ringspan.runtime.settings import missing_package
 from ringspan.runtime.trace_file import lane_text, write_trace
 from ringspan.tools import plan_report
 from ringspan.tools.pages import Table, rich_table
 from ringspan.tools.plan_report import KnownRates, find_rates, layout_costs, make_plans
-from ringspan.tools.plan_trace import modelled_lane
+from ringspan.tools.plan_trace import modelled_lanes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,9 +63,8 @@ def plan(
         str, typer.Option(help="contiguous, zigzag, balanced (by the work of the pattern), or all that differ.")
     ] = "all",
     causal: Annotated[bool, typer.Option(help="Whether a query attends only to keys up to its own position.")] = True,
-    routing: Annotated[
-        str, typer.Option(help="relay (from neighbour to neighbour) or direct (from the owner).")
-    ] = "relay",
+    routing: RoutingName = "relay",
+    ranks_per_node: RanksPerNode = None,
     heads: Heads = 8,
     kv_heads: Annotated[int | None, typer.Option(help="KV heads.", min=1, show_default="same as heads")] = None,
     head_dim: HeadDim = 64,
@@ -70,6 +76,8 @@ def plan(
         float | None,
         typer.Option(help="Latency of a hop in seconds.", show_default="measured, or 20e-6 if bandwidth is given"),
     ] = None,
+    node_bandwidth: NodeBandwidth = None,
+    node_latency: NodeLatency = None,
     measure: Annotated[
         bool,
         typer.Option(
@@ -95,6 +103,8 @@ def plan(
 
     `ringspan plan --pattern full --ranks 16 --dtype bfloat16 --flops 4e14 --bandwidth 25e9`
 
+    `ringspan plan --pattern full --ranks 16 --ranks-per-node 8 --flops 4e14 --bandwidth 2e11 --node-bandwidth 5e10`
+
     `ringspan plan --pattern "window 511 + 4096x4,65536x64" --tokens 1M --no-measure`
 
     `ringspan plan --tokens 1e9 --ranks 10000 --rank 17 --no-measure`
@@ -112,6 +122,7 @@ def plan(
     if packed is not None and draw is not None:
         raise typer.BadParameter("figures show one document: give --tokens instead of --lengths", param_hint="--draw")
     planned = read_as("--pattern", read_pattern_at(length), pattern)
+    check_nodes(ring_size, ranks_per_node, node_bandwidth, node_latency)
     try:
         plans = make_plans(
             planned,
@@ -119,7 +130,7 @@ def plan(
             ring_size,
             _layouts(layout, planned, causal, packed),
             causal=causal,
-            routing=cast("Routing", routing),
+            routing=as_routing(routing, ranks_per_node),
             batch=batch,
             heads=heads,
             kv_heads=kv_heads or heads,
@@ -141,38 +152,60 @@ def plan(
     with progress.status("planning ...") as status:
         if measure:
             status.update("measuring the compute and transfer rates of this machine ...")
-        known = _rates(flops, bandwidth, latency, dtype, head_dim, measure)
+        known = _rates(
+            flops=flops,
+            bandwidth=bandwidth,
+            latency=latency,
+            node_bandwidth=node_bandwidth,
+            node_latency=node_latency,
+            dtype=dtype,
+            head_dim=head_dim,
+            measure=measure,
+        )
         plans = {name: replace(ring, costs=known.rates.costs) for name, ring in plans.items()}
         costs = {name: layout_costs(ring, rank) for name, ring in plans.items()}
         compare = len(plans) > 1 and ring_size > 1 and (measure or rank is None)  # --rank plans that rank only
-        advice = advise_layout(plans, known.rates) if compare else None
+        advice = advise_layout(plans, known.rates, ranks_per_node) if compare else None
+        name = advice.layout if advice else next(iter(plans))
+        nodes_of = ranks_per_node if rank is None else None
+        routings = plan_report.routing_times(plans[name], known.rates, nodes_of)
         answers = {}
         if measure and packed is None:
             status.update("computing from which length on a ring is faster ...")
-            name = advice.layout if advice else next(iter(plans))
-            answers = {name: _break_even(plans[name], known, pattern)}
+            answers = {name: _break_even(plans[name], known, pattern, ranks_per_node)}
         pictures = []
         if draw is not None:
             status.update("drawing ...")
             pictures = _draw(plans, draw)
         if trace is not None:
-            _write_trace(plans[advice.layout if advice else next(iter(plans))], rank, known, trace)
+            _write_trace(plans[name], rank, known, ranks_per_node, trace)
 
     if as_json:
         paths, warnings = list(map(str, pictures)), [warning] if warning else []
-        used = known if advice or answers else None
-        typer.echo(json.dumps(plan_report.as_document(dtype, costs, advice, used, answers, paths, warnings)))
+        used = known if advice or answers or routings else None
+        typer.echo(json.dumps(plan_report.as_document(dtype, costs, advice, routings, used, answers, paths, warnings)))
         return
     tables = [plan_report.side_by_side(costs)]
     tables += [plan_report.rank_table(cost) for cost in costs.values()] if rank is None else []
     sentences = [f"Messages, {name}: {one.proof}" for name, one in costs.items() if one.proof and one.proof.messages]
-    sentences += [f"Layout: {advice}."] if advice else []
-    sentences += [plan_report.break_even_sentence(plans[name], *answer) for name, answer in answers.items()]
-    sentences += [f"Rates: {known}."] if advice or answers else []
-    sentences += [f"Figure: {path}" for path in pictures]
-    sentences += [f"Trace: {trace}"] if trace else []
+    sentences += _advice(plans, advice, routings, answers, known)
+    sentences += [f"Figure: {path}" for path in pictures] + ([f"Trace: {trace}"] if trace else [])
     headline = plan_report.headline(next(iter(plans.values())), dtype)
     _print_page(headline, plan_report.reach_sentences(costs), tables, sentences)
+
+
+def _advice(
+    plans: dict[AnyLayout, RingPlan],
+    advice: LayoutAdvice | None,
+    routings: dict[Routing, RankTime],
+    answers: dict[AnyLayout, Any],
+    known: KnownRates,
+) -> list[str]:
+    """What the time model says, and its rates; empty if it was not asked."""
+    said = [f"Layout: {advice}."] if advice else []
+    said += [plan_report.routing_sentence(routings)] if routings else []
+    said += [plan_report.break_even_sentence(plans[name], *answer) for name, answer in answers.items()]
+    return [*said, f"Rates: {known}."] if said else []
 
 
 def _print_page(headline: str, reach: Sequence[str], tables: Sequence[Table], sentences: Sequence[str]) -> None:
@@ -200,11 +233,9 @@ def _layouts(name: str, pattern: Pattern, causal: bool, lengths: tuple[int, ...]
     return (Balanced(pattern, causal) if name == "balanced" else cast(AnyLayout, name),)
 
 
-def _rates(
-    flops: float | None, bandwidth: float | None, latency: float | None, dtype: str, head_dim: int, measure: bool
-) -> KnownRates:
+def _rates(**options: Any) -> KnownRates:
     try:
-        return find_rates(flops, bandwidth, latency, dtype=dtype, head_dim=head_dim, measure=measure)
+        return find_rates(**options)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     except (RuntimeError, TimeoutError) as error:  # no gloo, no second process, no memory
@@ -212,11 +243,12 @@ def _rates(
         raise typer.BadParameter(f"measuring this machine failed: {error}; {way_out}") from error
 
 
-def _break_even(plan: RingPlan, known: KnownRates, pattern: str) -> tuple[BreakEven, float]:
+def _break_even(plan: RingPlan, known: KnownRates, pattern: str, ranks_per_node: int | None) -> tuple[BreakEven, float]:
     """From which length on the ring is faster, and its speed-up at the planned length."""
     pattern_at = Dilated.spanning if pattern == SPANNING else None
     longest = max(LONGEST, plan.layout.rows)
-    return break_even(plan, known.rates, longest, pattern_at), speedup(plan, known.rates)
+    found = break_even(plan, known.rates, longest, pattern_at, ranks_per_node)
+    return found, speedup(plan, known.rates, ranks_per_node)
 
 
 def _draw(plans: dict[AnyLayout, RingPlan], folder: Path) -> list[Path]:
@@ -230,10 +262,10 @@ def _draw(plans: dict[AnyLayout, RingPlan], folder: Path) -> list[Path]:
         raise typer.BadParameter(missing_package("drawing", error.name, "plot"), param_hint="--draw") from error
 
 
-def _write_trace(plan: RingPlan, rank: int | None, known: KnownRates, path: Path) -> None:
+def _write_trace(plan: RingPlan, rank: int | None, known: KnownRates, ranks_per_node: int | None, path: Path) -> None:
     """Write what one rank, or each of a sample, does in the time model."""
     ranks = plan.sample if rank is None else [rank]
-    texts = (lane_text(modelled_lane(plan, each, known.rates)) for each in ranks)
+    texts = (lane_text(lane) for lane in modelled_lanes(plan, ranks, known.rates, ranks_per_node))
     with writing_to("--trace", path):
         write_trace(path, texts, {"what": "predicted, nothing was run", "plan": str(plan), "rates": str(known)})
 

@@ -19,7 +19,13 @@ from ringspan.cli.options import (
     AsJson,
     HeadDim,
     Heads,
+    NodeBandwidth,
+    NodeLatency,
+    RanksPerNode,
+    RoutingName,
     TraceFile,
+    as_routing,
+    check_nodes,
     make_console,
     read_as,
     read_count,
@@ -30,11 +36,14 @@ from ringspan.cli.options import (
     writing_to,
 )
 from ringspan.layout import AnyLayout, check_layout_name
-from ringspan.planning import ByNode, RingPlan, Routing
+from ringspan.planning import RingPlan
+from ringspan.planning.timing import ASSUMED_RATES, DeviceRates
 from ringspan.runtime.trace_file import lane_text, write_trace
 from ringspan.tools.pages import Table, rich_table
 from ringspan.tools.plan_report import headline, make_plans
 from ringspan.tools.rehearse import Network, RehearsedRing, ranks_worth_rehearsing, rehearse_ring
+
+_LINKS = ("bandwidth", "latency", "node_bandwidth", "node_latency")
 
 
 def rehearse(
@@ -49,7 +58,7 @@ def rehearse(
         str, typer.Option(help="contiguous, zigzag or balanced (by the work of the pattern).")
     ] = "zigzag",
     causal: Annotated[bool, typer.Option(help="Whether a query attends only to keys up to its own position.")] = True,
-    routing: Annotated[str, typer.Option(help="relay, direct, or nodes (needs --ranks-per-node).")] = "relay",
+    routing: RoutingName = "relay",
     heads: Heads = 8,
     kv_heads: Annotated[int | None, typer.Option(help="KV heads.", min=1, show_default="same as heads")] = None,
     head_dim: HeadDim = 64,
@@ -57,10 +66,9 @@ def rehearse(
     backward: Annotated[bool, typer.Option(help="Run backward, too.")] = False,
     bandwidth: Annotated[float, typer.Option(help="Bytes/s of a rank, in each direction.", show_default="25e9")] = 25e9,
     latency: Annotated[float, typer.Option(help="Latency of a hop in seconds.")] = 20e-6,
-    ranks_per_node: Annotated[int, typer.Option(help="Ranks per node; 0: all links are equal.", min=0)] = 0,
-    bandwidth_across: Annotated[
-        float, typer.Option(help="Bytes/s of a rank across nodes.", show_default="25e9")
-    ] = 25e9,
+    ranks_per_node: RanksPerNode = None,
+    node_bandwidth: NodeBandwidth = None,
+    node_latency: NodeLatency = None,
     threads: Annotated[int, typer.Option(help="CPU threads of the rank; 0: all cores.", min=0)] = 0,
     timeout: Annotated[float, typer.Option(help="Time limit of one rank in seconds.")] = 3600.0,
     trace: TraceFile = None,
@@ -82,23 +90,27 @@ def rehearse(
 
     `ringspan rehearse --tokens 1M --ranks 16 --backward --trace rehearsed.json`
 
-    `ringspan rehearse --ranks 16 --ranks-per-node 8 --routing nodes --bandwidth 450e9 --bandwidth-across 50e9`
+    `ringspan rehearse --ranks 16 --ranks-per-node 8 --routing by-node --bandwidth 450e9 --node-bandwidth 400e9`
     """
     ring_size = read_as("--ranks", read_count, ranks)
+    check_nodes(ring_size, ranks_per_node, node_bandwidth, node_latency)
     if rank is not None and rank >= ring_size:
         raise typer.BadParameter(f"{rank}: must be in 0 .. {ring_size - 1}", param_hint="--rank")
     dtype, length = read_as("--dtype", read_dtype, dtype), read_as("--tokens", read_count, tokens)
     packed = read_as("--lengths", read_documents, lengths) if lengths else None
     length = length if packed is None else sum(packed)
     try:
-        network = Network(bandwidth, latency, ranks_per_node, bandwidth_across)
+        rates = DeviceRates(
+            ASSUMED_RATES.flops, bandwidth, latency, node_bandwidth=node_bandwidth, node_latency=node_latency
+        )
+        network = Network(rates, ranks_per_node)  # FLOP/s do not count: work is measured
         plan = _plan(
             read_as("--pattern", read_pattern_at(length), pattern),
             length,
             ring_size,
             layout,
             causal=causal,
-            routing=_routing(routing, ranks_per_node),
+            routing=as_routing(routing, ranks_per_node),
             heads=heads,
             kv_heads=kv_heads or heads,
             head_dim=head_dim,
@@ -143,14 +155,6 @@ def _plan(pattern: Any, tokens: int, ring_size: int, layout: str, **options: Any
     return make_plans(pattern, tokens, ring_size, (name,), batch=1, **options)[name]
 
 
-def _routing(name: str, ranks_per_node: int) -> Routing:
-    if name != "nodes":
-        return cast("Routing", name)
-    if not ranks_per_node:
-        raise ValueError("--routing nodes: needs the size of a node; add --ranks-per-node")
-    return ByNode(ranks_per_node)
-
-
 def _check_memory(plan: RingPlan, ranks: dict[str, int], backward: bool) -> None:
     """Raise before the start if this machine does not have the memory that a rank needs."""
     needed = max(plan.memory(rank, backward=backward).total for rank in ranks.values())
@@ -183,11 +187,8 @@ def _table(plan: RingPlan, dtype: str, ring: RehearsedRing) -> Table:
 
 
 def _sentences(plan: RingPlan, network: Network, ring: RehearsedRing) -> list[str]:
-    across = (
-        f" within nodes of {network.ranks_per_node}, {network.bandwidth_across / 1e9:g} GB/s across nodes"
-        if network.ranks_per_node
-        else ""
-    )
+    rates = network.rates
+    between = f" ({rates.node_bandwidth / 1e9:g} GB/s between nodes)" if rates.node_bandwidth else ""
     size = plan.layout.ring_size
     busy = max((rank.foreign_cores for rank in ring.ranks.values() if rank.disturbed), default=0.0)
     return [
@@ -195,7 +196,7 @@ def _sentences(plan: RingPlan, network: Network, ring: RehearsedRing) -> list[st
         "Work and wait in seconds; sent bytes, parcel buffers and peak memory growth in MiB.",
         "Measured: work and peak memory growth. Counted: bytes, which "
         + ("equal the plan." if ring.bytes_as_planned else "DIFFER FROM THE PLAN."),
-        f"Computed: waiting, at {network.bandwidth / 1e9:g} GB/s{across} and {network.latency * 1e6:g} µs per hop.",
+        f"Computed: waiting, at {rates.bandwidth / 1e9:g} GB/s{between} and {rates.latency * 1e6:g} µs per hop.",
         f"Extrapolated: a step of {size:,} such devices takes about {ring.step_seconds:.3f} s{' †' if busy else ''}; "
         f"the slowest rehearsed rank is {ring.slowest.rank:,}.",
         *([f"†: other programs used up to {busy:.1f} cores meanwhile: repeat on an idle machine."] if busy else []),
@@ -214,7 +215,10 @@ def _document(plan: RingPlan, network: Network, dtype: str, ring: RehearsedRing)
         "dtype": dtype,
         "reach": dataclasses.asdict(plan.reach),
         "sizes": dataclasses.asdict(plan.sizes),
-        "network": dataclasses.asdict(network),
+        "network": {
+            "ranks_per_node": network.ranks_per_node,
+            **{name: getattr(network.rates, name) for name in _LINKS},
+        },
         "rehearsed": [
             {
                 "reason": reason,

@@ -12,7 +12,7 @@ from ringspan.order.orders import (
     parse_order,
     reorder_op,
 )
-from ringspan.order.passes import Arrangement, Pass, check_fits, passes
+from ringspan.order.passes import Arrangement, Pass, check_causality, check_fits, passes, shares_pairs
 
 __all__ = [
     "Arrangement",
@@ -25,8 +25,10 @@ __all__ = [
     "PointOrder",
     "RowMajor",
     "Snake",
+    "check_causality",
     "check_fits",
     "parse_order",
     "passes",
     "reorder_op",
+    "shares_pairs",
 ]

@@ -6,6 +6,7 @@ results of passes merge exactly. The passes depend only on pattern, order and ca
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import overload
@@ -16,6 +17,7 @@ from torch import Tensor
 from ringspan.geometry import Dilated, Documents, Full, Pattern, PatternSum, SegmentBranch, Window
 from ringspan.layout import Layout
 from ringspan.order.base import Order, places_of, rows_and_places, select_rows
+from ringspan.order.orders import FoldedOrder
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,24 @@ def passes(pattern: Pattern, order: Order | None, causal: bool) -> tuple[Pass, .
             )
     together = [] if not untouched else [Pass(_sum(untouched), None, causal)]
     return (*together, *(Pass(one, order, causal) for one in moved))
+
+
+def shares_pairs(found: Sequence[Pass]) -> bool:
+    """Whether the branches of a call may be planned together, so that shared pairs are computed once.
+
+    Not with several passes: rows have another order in each, so a plan of the whole call counts branch by branch.
+    """
+    return len(found) == 1
+
+
+def check_causality(order: Order, causal: bool) -> None:
+    """Raise unless a causal call can have this order."""
+    if causal and not isinstance(order, FoldedOrder):
+        raise ValueError(
+            f"order={order!r} with causal=True: the order puts later rows before earlier ones. For causality along the "
+            "curve, reorder the data once, before the model and the split, and call attention without order=. For a "
+            "sequence without a grid, use Hilbert.folded(segment_length)"
+        )
 
 
 def _single_branches(pattern: Pattern) -> list[Pattern]:

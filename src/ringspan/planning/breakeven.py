@@ -1,71 +1,25 @@
-"""A time model from a plan and three rates: which layout is faster, and from which length on a ring is faster.
-
-One device takes its FLOPs divided by its FLOP rate. A rank takes, for each step, the longer of its compute time and the
-transfer time of the parcels sent meanwhile, plus a latency for each step that transfers anything. Head ranks exchange
-heads before and after each pass, while nothing is computed. docs/planning.md derives it. Nothing is measured here.
-"""
+"""Which layout is faster, and from which length on a ring is faster than one device, by the time model of `timing`."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from ringspan.geometry import Documents, Pattern
 from ringspan.layout import AnyLayout, Layout
 from ringspan.planning.cost import RingPlan
-from ringspan.planning.nesting import CPU_COSTS, GPU_COSTS, TileCosts
-from ringspan.planning.rank import Hop
-from ringspan.planning.tiles import Message
+from ringspan.planning.timing import DeviceRates, RankTime, rank_times, ring_time
 
-FORWARD_FLOPS = 4  # per (query, key) pair and element of a head: two products, each a multiply and an add
-BACKWARD_FLOPS = 10  # five products
 LONGEST = 2**30
-_FEWEST_ROWS = 64  # per rank; shorter sequences are not considered
+FEWEST_ROWS = 64  # per rank; shorter sequences are not considered
 _STEP, _BY_FAR = 1.05, 1.5  # see `break_even`
-_WHOLE_RING, _SAMPLED_RANKS = 8, 4  # in a ring of more than 8, only 4 ranks are modelled: both ends and two between
 SAME = 1 + 1e-9  # a smaller ratio of two times is rounding
 WORTH_IT = 1.02  # a layout that is faster by less is not worth it if it is less simple
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceRates:
-    """FLOP/s of a device in attention, bytes/s that it sends while it receives as many, and the latency of a hop in
-    seconds. ``costs`` prices what its tiles take beyond their FLOPs.
-    """
-
-    flops: float
-    bandwidth: float
-    latency: float
-    costs: TileCosts = CPU_COSTS
-
-    def __post_init__(self) -> None:
-        for name in ("flops", "bandwidth"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)}: must be positive and finite")
-        if not 0 <= self.latency < math.inf:
-            raise ValueError(f"latency={self.latency}: must be at least 0 seconds and finite")
-
-
-ASSUMED_RATES = DeviceRates(1e14, bandwidth=25e9, latency=20e-6, costs=GPU_COSTS)  # a GPU and a 200 Gbit/s link
-
-
-@dataclass(frozen=True, slots=True)
-class RankTime:
-    """Seconds that one rank spends in a forward and a backward pass: computing, waiting for parcels, in latency."""
-
-    work: float
-    waiting: float  # for parcels whose transfer takes longer than the work that overlaps it
-    latency: float
-
-    @property
-    def total(self) -> float:
-        return self.work + self.waiting + self.latency
-
-
-@dataclass(frozen=True, slots=True)
 class LayoutAdvice:
-    """The layout with the shorter modelled time, and the time of the slowest rank under each layout.
+    """The layout with the shorter modelled time, and the time of the ring under each layout.
 
     ``head_ranks`` is the number of head ranks of the plans.
     """
@@ -90,12 +44,14 @@ class LayoutAdvice:
         return f"{self.layout}{heads}: {self.reason}"
 
 
-def advise_layout(plans: Mapping[AnyLayout, RingPlan], rates: DeviceRates) -> LayoutAdvice:
-    """Compare plans that differ only in layout by the time of their slowest rank, in order of simplicity.
+def advise_layout(
+    plans: Mapping[AnyLayout, RingPlan], rates: DeviceRates, devices_per_node: int | None = None
+) -> LayoutAdvice:
+    """Compare plans that differ only in layout by the time of the ring, in order of simplicity.
 
     The first one wins that is less than 2 % slower than the fastest.
     """
-    times = {name: slowest_rank_time(plan, rates) for name, plan in plans.items()}
+    times = {name: ring_time(plan, rates, devices_per_node) for name, plan in plans.items()}
     least = min(time.total for time in times.values())
     found = next(name for name, time in times.items() if time.total <= least * WORTH_IT)
     return LayoutAdvice(found, times, plans[found].head_ranks)
@@ -120,8 +76,8 @@ class BreakEven:
 
     If ``pays``, the ring is faster from ``length`` on, at all lengths of the search, and not faster at a length 5 %
     shorter (unless ``length`` is the shortest). Between them, borders between ranks may cut segments less favourably.
-    Otherwise ``length`` is the longest. ``alone`` and ``slowest`` are the times of one device and of the ring's slowest
-    rank at that length.
+    Otherwise ``length`` is the longest. ``alone`` and ``ring`` are the times of one device and of the ring at that
+    length.
     """
 
     pays: bool
@@ -129,19 +85,19 @@ class BreakEven:
     shortest: int
     longest: int
     alone: RankTime
-    slowest: RankTime
+    ring: RankTime
 
     @property
     def reason(self) -> str:
         """Why the ring is not faster; empty if it is."""
         if self.pays:
             return ""
-        times = self.slowest
+        times = self.ring
         if times.work >= self.alone.work:
             return "its busiest rank does all the work of one device"
         if times.waiting >= times.latency:
-            return f"its slowest rank waits {times.waiting:.2g} s for parcels and computes for {times.work:.2g} s"
-        return f"its hops add {times.latency:.2g} s of latency to {times.work:.2g} s of work on its slowest rank"
+            return f"it waits {times.waiting:.2g} s for parcels and slower ranks, and computes for {times.work:.2g} s"
+        return f"its hops add {times.latency:.2g} s of latency to {times.work:.2g} s of work on its busiest rank"
 
 
 def break_even(
@@ -149,16 +105,11 @@ def break_even(
     rates: DeviceRates,
     longest: int = LONGEST,
     pattern_at: Callable[[int], Pattern] | None = None,
-    batch_alone: int | None = None,
+    devices_per_node: int | None = None,
 ) -> BreakEven:
     """The length from which on the plan's ring is faster than one device; everything else is taken from the plan.
 
-    For a pattern that depends on the length, give ``pattern_at``, such as `Dilated.spanning`. The one device computes
-    ``batch_alone`` batch elements, by default all of the plan's; fewer if the ring's other devices could take the rest.
-
-    Searches downwards from the longest length, halving it while the ring is more than 1.5 times as fast, then in steps
-    of 5 %, until the ring is no longer faster. All lengths are odd, so that borders between ranks cut segments, as they
-    do at most lengths. At a power of two, a ring may have nothing to send, and the result would be too optimistic.
+    For a pattern that depends on the length, give ``pattern_at``, such as `Dilated.spanning`.
 
     >>> from ringspan.geometry import Full
     >>> from ringspan.planning import TensorSizes
@@ -168,21 +119,34 @@ def break_even(
     """
     if len(plan.documents.lengths) != 1:
         raise ValueError(f"{len(plan.documents.lengths)} documents: the model takes one; plan a single document")
-    shortest = _FEWEST_ROWS * plan.layout.ring_size + 1
-    longest = max(_odd(longest), shortest)
 
     def at(length: int) -> RingPlan:
-        pattern = plan.pattern if pattern_at is None else pattern_at(length)
-        layout = replace(plan.layout, rows=length)
-        return replace(plan, pattern=pattern, documents=Documents((length,)), layout=layout)
+        return plan_at(plan, length, None if pattern_at is None else pattern_at(length))
+
+    return search_break_even(
+        lambda length: ring_time(at(length), rates, devices_per_node),
+        lambda length: time_alone(at(length), rates),
+        shortest=FEWEST_ROWS * plan.layout.ring_size + 1,
+        longest=longest,
+    )
+
+
+def search_break_even(
+    ring: Callable[[int], RankTime], alone: Callable[[int], RankTime], shortest: int, longest: int = LONGEST
+) -> BreakEven:
+    """The length from which on a ring is faster than one device, by the time of each at a length.
+
+    Searches downwards from the longest length, halving it while the ring is more than 1.5 times as fast, then in steps
+    of 5 %, until the ring is no longer faster. All lengths are odd, so that borders between ranks cut segments, as they
+    do at most lengths. At a power of two, a ring may have nothing to send, and the result would be too optimistic.
+    """
+    longest = max(_odd(longest), shortest)
 
     def faster(length: int) -> float:
-        return speedup(at(length), rates, batch_alone)
+        return ratio(alone(length), ring(length))
 
     def found(pays: bool, length: int) -> BreakEven:
-        there = at(length)
-        alone, slowest = time_alone(there, rates, batch_alone), slowest_rank_time(there, rates)
-        return BreakEven(pays, length, shortest, longest, alone, slowest)
+        return BreakEven(pays, length, shortest, longest, alone(length), ring(length))
 
     if faster(longest) <= 1:
         return found(False, longest)
@@ -200,76 +164,25 @@ def break_even(
     return found(True, shortest)
 
 
-def speedup(plan: RingPlan, rates: DeviceRates, batch_alone: int | None = None) -> float:
+def plan_at(plan: RingPlan, length: int, pattern: Pattern | None = None) -> RingPlan:
+    """The plan for another length of its one document, and for another pattern, if given."""
+    layout = replace(plan.layout, rows=length)
+    return replace(plan, pattern=pattern or plan.pattern, documents=Documents((length,)), layout=layout)
+
+
+def speedup(plan: RingPlan, rates: DeviceRates, devices_per_node: int | None = None) -> float:
     """The time of one device over that of the ring, at the plan's own length."""
-    ring = slowest_rank_time(plan, rates).total
-    return time_alone(plan, rates, batch_alone).total / ring if ring else 1.0
+    return ratio(time_alone(plan, rates), ring_time(plan, rates, devices_per_node))
 
 
-def time_alone(plan: RingPlan, rates: DeviceRates, batch: int | None = None) -> RankTime:
-    """The time of one device that holds the whole sequence of ``batch`` elements, by default all of the plan's."""
-    sizes = plan.sizes if batch is None else replace(plan.sizes, batch=batch)
-    return rank_time(replace(plan, layout=Layout("contiguous", plan.layout.rows, 1), sizes=sizes), 0, rates)
+def ratio(alone: RankTime, ring: RankTime) -> float:
+    """How many times as fast a ring is as one device."""
+    return alone.total / ring.total if ring.total else 1.0
 
 
-def slowest_rank_time(plan: RingPlan, rates: DeviceRates) -> RankTime:
-    """The time of the slowest of the ranks that are modelled."""
-    return max((rank_time(plan, rank, rates) for rank in modelled_ranks(plan)), key=lambda time: time.total)
-
-
-def modelled_ranks(plan: RingPlan) -> Sequence[int]:
-    """All ranks of a small ring.
-
-    In a ring of more than 8, only both ends and two ranks between are modelled; with packed documents, whose ranks
-    differ more, up to 64 ranks.
-    """
-    size = plan.layout.ring_size
-    sample = [round(i * (size - 1) / (_SAMPLED_RANKS - 1)) for i in range(_SAMPLED_RANKS)]
-    return range(size) if size <= _WHOLE_RING else sample if len(plan.documents.lengths) == 1 else plan.sample
-
-
-def rank_time(plan: RingPlan, rank: int, rates: DeviceRates) -> RankTime:
-    """The time of one rank that waits only for transfers, not for slower ranks."""
-    steps = [(flops / rates.flops, sent / rates.bandwidth) for flops, sent in rank_steps(plan, rank, rates.costs)]
-    return RankTime(
-        work=sum(work for work, _ in steps),
-        waiting=sum(max(0.0, transfer - work) for work, transfer in steps),
-        latency=sum(rates.latency for _, transfer in steps if transfer),
-    )
-
-
-def rank_steps(plan: RingPlan, rank: int, costs: TileCosts) -> Iterator[tuple[float, int]]:
-    """(FLOPs, bytes transferred meanwhile) of each step, forward and then backward.
-
-    While a hop is computed, the parcels of the next hop arrive. In backward, the gradients of the previous hop are sent
-    too, so backward ends with a step without work. Bytes are those of the busier direction. The exchanges of head ranks
-    are steps without work, listed first.
-    """
-    sizes, hops, nothing = plan.sizes, plan.rank(rank).hops, Hop()
-    copies = sizes.batch * plan.queries_per_kv_head
-    yield from ((0, max(e.sent, e.received)) for way in (False, True) for e in plan.exchanges(rank, backward=way))
-    for hop, following in zip(hops, (*hops[1:], nothing), strict=True):
-        rows = max(_rows(following.sends), _rows(following.receives))
-        yield FORWARD_FLOPS * sizes.head_dim * _price(hop, costs, copies), rows * sizes.parcel_row_bytes
-    backward = zip((nothing, *hops), (*hops, nothing), (*hops[1:], nothing, nothing), strict=True)
-    for before, hop, following in backward:
-        outgoing = _rows(following.sends) * sizes.parcel_row_bytes
-        outgoing += _rows(before.gradients_out) * sizes.gradient_row_bytes
-        incoming = _rows(following.receives) * sizes.parcel_row_bytes
-        incoming += _rows(before.gradients_in) * sizes.gradient_row_bytes
-        yield BACKWARD_FLOPS * sizes.head_dim * _price(hop, costs, copies), max(outgoing, incoming)
-
-
-def _rows(messages: Sequence[Message]) -> int:
-    return sum(message.parcel.rows for message in messages)
-
-
-def _price(hop: Hop, costs: TileCosts, copies: int) -> float:
-    """The work of a hop in pairs: those of its tiles, and what tiles cost besides."""
-    return sum(
-        costs.price(q.rows, tile.keys.rows, tile.mask, copies * q.segments * q.heads)
-        for tile, q in ((tile, tile.queries) for tile in hop.tiles)
-    )
+def time_alone(plan: RingPlan, rates: DeviceRates, weights: int = 0) -> RankTime:
+    """The time of one device that holds the whole sequence of all batch elements of the plan."""
+    return rank_times(replace(plan, layout=Layout("contiguous", plan.layout.rows, 1)), rates, weights=weights)[0]
 
 
 def _odd(length: int) -> int:

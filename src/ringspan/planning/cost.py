@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -353,7 +353,7 @@ def mebibytes(count: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes that all ranks together send in one pass, inside nodes and between nodes.
+    """Bytes that ranks together send in one pass, inside nodes and between nodes.
 
     ``parcels_across`` counts parcels sent between nodes, ``gradients_across`` their gradients, which follow the
     route of the parcel and return from its end to the owner.
@@ -368,8 +368,12 @@ class Traffic:
         return self.parcels_across + self.gradients_across
 
 
-def traffic(plan: RingPlan, ranks_per_node: int, *, backward: bool = False) -> Traffic:
+def traffic(
+    plan: RingPlan, ranks_per_node: int, *, backward: bool = False, ranks: Iterable[int] | None = None
+) -> Traffic:
     """Bytes sent inside and between nodes in a forward pass or, with ``backward=True``, in a backward pass.
+
+    By all ranks, or by the given ones.
 
     >>> from ringspan.geometry import Documents, Full
     >>> from ringspan.layout import Layout
@@ -383,7 +387,7 @@ def traffic(plan: RingPlan, ranks_per_node: int, *, backward: bool = False) -> T
     """
     ring_routing(ByNode(ranks_per_node), plan.head_ranks)  # raises if head ranks are not in one node
     inside, parcels_across, gradients_across = 0, 0, 0
-    for rank in range(plan.layout.ring_size):
+    for rank in range(plan.layout.ring_size) if ranks is None else ranks:
         here, part = node_of(rank, ranks_per_node), rank % plan.head_ranks
         inside += sum(exchange.sent for exchange in plan.exchanges(rank, backward=backward))
         for hop in plan.rank(rank).hops:

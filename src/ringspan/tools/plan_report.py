@@ -14,15 +14,17 @@ from typing import Any
 
 from ringspan.geometry import Pattern, WindowBranch
 from ringspan.layout import AnyLayout, Layout
-from ringspan.planning import CPU_COSTS, RankMemory, RingPlan, Routing
+from ringspan.planning import CPU_COSTS, ByNode, RankMemory, RingPlan, Routing
 from ringspan.planning.api import plan
-from ringspan.planning.breakeven import ASSUMED_RATES, FORWARD_FLOPS, BreakEven, DeviceRates, LayoutAdvice
+from ringspan.planning.breakeven import BreakEven, LayoutAdvice, short_time
 from ringspan.planning.proof import Proof
+from ringspan.planning.timing import ASSUMED_RATES, FORWARD_FLOPS, DeviceRates, RankTime, ring_time
 from ringspan.tools.pages import Rows, Table
 
 MOST_RANKS_LISTED = 16
 _LARGE_BYTES, _LARGE_ROUNDS = 16 * 2**20, 10
 _SMALL_BYTES, _SMALL_ROUNDS = 8, 300
+_PRODUCTS, _PRODUCT_ROWS = 4, 1024  # 9 GFLOPs, so longer than an exchange of large messages
 _TILES, _TILE_ROWS = 4, 512
 _TIMEOUT_SECONDS = 600.0
 
@@ -254,10 +256,25 @@ def break_even_sentence(plan: RingPlan, answer: BreakEven, faster: float) -> str
     )
 
 
+def routing_times(plan: RingPlan, rates: DeviceRates, ranks_per_node: int | None) -> dict[Routing, RankTime]:
+    """The modelled time of a ring over several nodes with each routing; empty for a single node."""
+    if ranks_per_node is None or ranks_per_node >= plan.layout.ring_size:
+        return {}
+    routings: tuple[Routing, ...] = ("relay", "direct", ByNode(ranks_per_node))
+    return {one: ring_time(replace(plan, routing=one), rates, ranks_per_node) for one in routings}
+
+
+def routing_sentence(times: Mapping[Routing, RankTime]) -> str:
+    """The routings by their modelled time, the fastest first."""
+    shown = [f"{one} {short_time(times[one].total)}" for one in sorted(times, key=lambda one: times[one].total)]
+    return f"Routing between nodes, by the time in the model: {', '.join(shown)}."
+
+
 def as_document(
     dtype: str,
     costs: Mapping[AnyLayout, LayoutCosts],
     advice: LayoutAdvice | None,
+    routings: Mapping[Routing, RankTime],
     known: KnownRates | None,
     answers: Mapping[AnyLayout, tuple[BreakEven, float]],
     pictures: Sequence[str],
@@ -271,7 +288,7 @@ def as_document(
         "documents": len(plan.documents.lengths),
         "ranks": plan.layout.ring_size,
         "causal": plan.causal,
-        "routing": plan.routing,
+        "routing": str(plan.routing),
         "dtype": dtype,
         "sizes": asdict(plan.sizes),
         "layouts": {
@@ -284,6 +301,7 @@ def as_document(
             for name, cost in costs.items()
         },
         "advice": _advice_document(advice) if advice else None,
+        "routings": {str(routing): {**asdict(time), "total": time.total} for routing, time in routings.items()},
         "rates": {**asdict(known.rates), "sources": known.sources} if known else None,
         "break_even": {
             str(name): {**asdict(answer), "reason": answer.reason, "speedup_at_tokens": faster}
@@ -336,10 +354,14 @@ def _times(factor: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LinkRates:
-    """The link between two local processes: bytes/s each way at the same time, and the latency of a hop in seconds."""
+    """The link between two local processes: bytes/s each way at the same time, and the latency of a hop in seconds.
+
+    ``copying``: the seconds of compute that a process loses for each byte that it sends or receives meanwhile.
+    """
 
     bandwidth: float
     latency: float
+    copying: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,22 +373,34 @@ class KnownRates:
 
     def __str__(self) -> str:
         rates = self.rates
-        return (
-            f"{rates.flops / 1e9:,.4g} GFLOP/s per device ({self.sources['flops']}), "
-            f"{rates.bandwidth / 1e9:,.3g} GB/s ({self.sources['bandwidth']}), "
-            f"{rates.latency * 1e6:,.3g} µs per hop ({self.sources['latency']})"
-        )
+        parts = [
+            f"{rates.flops / 1e9:,.4g} GFLOP/s per device ({self.sources['flops']})",
+            f"{rates.bandwidth / 1e9:,.3g} GB/s ({self.sources['bandwidth']})",
+            f"{rates.latency * 1e6:,.3g} µs per hop ({self.sources['latency']})",
+        ]
+        if rates.node_bandwidth is not None:
+            parts.append(f"{rates.node_bandwidth / 1e9:,.3g} GB/s between nodes (given)")
+        return ", ".join(parts)
 
 
 def find_rates(
-    flops: float | None, bandwidth: float | None, latency: float | None, *, dtype: str, head_dim: int, measure: bool
+    flops: float | None,
+    bandwidth: float | None,
+    latency: float | None,
+    *,
+    dtype: str,
+    head_dim: int,
+    measure: bool,
+    node_bandwidth: float | None = None,
+    node_latency: float | None = None,
 ) -> KnownRates:
-    """The given rates; the others are measured with ``measure``, otherwise assumed.
+    """The given rates; the others are measured with ``measure``, otherwise assumed. Those between nodes are never.
 
     Latency goes with bandwidth: if the bandwidth is given and the latency is not, the latency is assumed.
     """
     rates = [1.0 if rate is None else rate for rate in (flops, bandwidth, latency)]
-    DeviceRates(rates[0], rates[1], rates[2])  # raises for invalid values before anything is measured
+    others: dict[str, Any] = dict(node_bandwidth=node_bandwidth, node_latency=node_latency)
+    DeviceRates(rates[0], rates[1], rates[2], **others)  # raises for invalid values before anything is measured
     costs = CPU_COSTS if flops is None and measure else ASSUMED_RATES.costs
     sources = {"flops": "given", "bandwidth": "given", "latency": "given"}
     if flops is None and measure:
@@ -374,13 +408,14 @@ def find_rates(
     if bandwidth is None and measure:
         link = measure_link()
         bandwidth, sources["bandwidth"] = link.bandwidth, "measured here, two local processes"
+        others["copying"] = link.copying
         if latency is None:
             latency, sources["latency"] = link.latency, "measured here"
     found = {"flops": flops, "bandwidth": bandwidth, "latency": latency}
     for name, rate in found.items():
         if rate is None:
             found[name], sources[name] = getattr(ASSUMED_RATES, name), "assumed"
-    return KnownRates(DeviceRates(**found, costs=costs), sources)  # type: ignore[arg-type]
+    return KnownRates(DeviceRates(**found, **others, costs=costs), sources)  # type: ignore[arg-type]
 
 
 def measure_flop_rate(dtype: str, head_dim: int, seconds: float = 0.3) -> float:
@@ -410,13 +445,41 @@ def measure_link() -> LinkRates:
     from ringspan.runtime.launch import run_local_ranks  # noqa: PLC0415
 
     found = run_local_ranks(2, exchange_messages, timeout_seconds=_TIMEOUT_SECONDS)
-    large, small = (max(seconds) for seconds in zip(*found, strict=True))
-    return LinkRates(bandwidth=_LARGE_BYTES / max(large - small, 1e-9), latency=small)
+    return LinkRates(
+        min(one.bandwidth for one in found),
+        max(one.latency for one in found),
+        statistics.mean(one.copying for one in found),
+    )
 
 
-def exchange_messages() -> tuple[float, float]:
-    """Runs on both processes: median seconds of exchanging large messages, and small ones."""
-    return _seconds_of_exchange(_LARGE_BYTES, _LARGE_ROUNDS), _seconds_of_exchange(_SMALL_BYTES, _SMALL_ROUNDS)
+def exchange_messages() -> LinkRates:
+    """Runs on both processes: the rates that this one sees."""
+    large, small = _seconds_of_exchange(_LARGE_BYTES, _LARGE_ROUNDS), _seconds_of_exchange(_SMALL_BYTES, _SMALL_ROUNDS)
+    return LinkRates(_LARGE_BYTES / max(large - small, 1e-9), small, _copying_seconds() / (2 * _LARGE_BYTES))
+
+
+def _copying_seconds() -> float:
+    """By how much an exchange of large messages delays compute that takes longer than it does; median of rounds."""
+    import torch  # noqa: PLC0415
+    import torch.distributed as dist  # noqa: PLC0415
+
+    peer, (left, right) = 1 - dist.get_rank(), torch.randn(2, _PRODUCT_ROWS, _PRODUCT_ROWS).unbind()
+    outgoing, incoming = torch.zeros(2, _LARGE_BYTES, dtype=torch.uint8).unbind()
+
+    def seconds(exchanges: bool) -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        pending = [dist.isend(outgoing, peer), dist.irecv(incoming, peer)] if exchanges else []
+        for _ in range(_PRODUCTS):
+            torch.mm(left, right)
+        spent = time.perf_counter() - start
+        for work in pending:
+            if work is not None:
+                work.wait()
+        return spent
+
+    rounds = [(seconds(True), seconds(False)) for _ in range(_LARGE_ROUNDS + 1)][1:]
+    return max(0.0, statistics.median(slowed - alone for slowed, alone in rounds))
 
 
 def _seconds_of_exchange(size: int, rounds: int) -> float:

@@ -6,7 +6,6 @@ time is computed from a network model. Work is measured, waiting is computed, an
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from ringspan.engine import run_backward, run_forward
 from ringspan.planning import RingPlan
 from ringspan.planning.heads import refuse_head_ranks
 from ringspan.planning.routes import node_of
+from ringspan.planning.timing import DeviceRates
 from ringspan.ring.recorder import Recorder, traced
 from ringspan.ring.transport import Counters, Messages
 from ringspan.runtime.device import Device, local_device
@@ -30,32 +30,26 @@ from ringspan.tools.measure import Stopwatch, is_disturbed
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """The network model: bandwidth of a rank's links in each direction (bytes/s) and latency of a hop (seconds).
+    """The links of `DeviceRates`, which are on nodes of ``ranks_per_node``; None for a single node.
 
-    With ``ranks_per_node``, ``bandwidth`` applies within a node and ``bandwidth_across`` to a rank's share of the links
-    between nodes. With 0, all links are equal.
+    All ranks of a node are assumed to send at the same time, so each has an even share of its ``node_bandwidth``.
     """
 
-    bandwidth: float
-    latency: float = 20e-6
-    ranks_per_node: int = 0
-    bandwidth_across: float = 0.0
-
-    def __post_init__(self) -> None:
-        wanted = ["bandwidth", "bandwidth_across"] if self.ranks_per_node else ["bandwidth"]
-        for name in wanted:
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)}: must be positive and finite")
-        if not 0 <= self.latency < math.inf:
-            raise ValueError(f"latency={self.latency}: must be at least 0 seconds, and finite")
+    rates: DeviceRates
+    ranks_per_node: int | None = None
 
     def is_across(self, rank: int, peer: int) -> bool:
         """Whether a message between two ranks leaves its node."""
-        return bool(self.ranks_per_node) and node_of(rank, self.ranks_per_node) != node_of(peer, self.ranks_per_node)
+        return self.ranks_per_node is not None and (
+            node_of(rank, self.ranks_per_node) != node_of(peer, self.ranks_per_node)
+        )
 
     def seconds(self, size: int, across: bool) -> float:
         """The time to transfer ``size`` bytes over one idle link."""
-        return self.latency + size / (self.bandwidth_across if across else self.bandwidth)
+        latency, bandwidth = self.rates.link(across)
+        if across and self.rates.node_bandwidth is not None and self.ranks_per_node is not None:
+            bandwidth /= self.ranks_per_node
+        return latency + size / bandwidth
 
 
 class RehearsalClock:

@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import ringspan as rs
 from ringspan.geometry import Dilated, Full, Pattern, parse_pattern
 from ringspan.layout import Layout, LayoutName
-from ringspan.planning.breakeven import DeviceRates
+from ringspan.planning.timing import DeviceRates
 from ringspan.runtime.settings import install_command
 from ringspan.tools import peers
 from ringspan.tools.peers import Attend, blockwise_flex, masked_sdpa
