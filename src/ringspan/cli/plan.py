@@ -178,7 +178,7 @@ def plan(
             status.update("drawing ...")
             pictures = _draw(plans, draw)
         if trace is not None:
-            _write_trace(plans[name], rank, known, ranks_per_node, trace)
+            _write_trace(plans[name], rank, known, ranks_per_node, trace, plan_report.headline(plans[name], dtype))
 
     if as_json:
         paths, warnings = list(map(str, pictures)), [warning] if warning else []
@@ -262,12 +262,14 @@ def _draw(plans: dict[AnyLayout, RingPlan], folder: Path) -> list[Path]:
         raise typer.BadParameter(missing_package("drawing", error.name, "plot"), param_hint="--draw") from error
 
 
-def _write_trace(plan: RingPlan, rank: int | None, known: KnownRates, ranks_per_node: int | None, path: Path) -> None:
+def _write_trace(
+    plan: RingPlan, rank: int | None, known: KnownRates, ranks_per_node: int | None, path: Path, headline: str
+) -> None:
     """Write what one rank, or each of a sample, does in the time model."""
     ranks = plan.sample if rank is None else [rank]
     texts = (lane_text(lane) for lane in modelled_lanes(plan, ranks, known.rates, ranks_per_node))
     with writing_to("--trace", path):
-        write_trace(path, texts, {"what": "predicted, nothing was run", "plan": str(plan), "rates": str(known)})
+        write_trace(path, texts, {"what": "predicted, nothing was run", "plan": headline, "rates": str(known)})
 
 
 def _print_table(console: Console, table: Table) -> None:
