@@ -22,7 +22,7 @@ from benchmarks.faults import SAVE_EVERY, lost_steps
 from benchmarks.hosts import Host, Job, TestBed
 from benchmarks.suite import Measuring, Page, Results, Rows, Suite, Table, yes
 from ringspan.runtime.files import read_journal
-from ringspan.train.lost import ANSWER_SECONDS
+from ringspan.train.lost import FIND_SECONDS
 from ringspan.train.metrics import METRICS, read_metrics
 
 HOSTS, RANKS_PER_HOST = 2, 2
@@ -177,13 +177,13 @@ def faults(measuring: Measuring) -> None:
 def in_time(row: dict[str, Any]) -> bool:
     """Whether the other host named the lost ranks in time, or had no reason to.
 
-    A transfer that starts just after the fault times out later: by the rest of a step at most. Then the other ranks
-    have a moment to answer. torchrun stops all ranks of a host when the first one exits, so one that only waits for
+    A transfer that starts just after the fault times out later: by the rest of a step at most. Then all
+    ranks have a moment to answer. torchrun stops all ranks of a host when the first one exits, so one that only waits for
     another rank of its host may have no time to report.
     """
     if not FAULTS[row["kind"]].is_noticed:
         return bool(not row["said"])
-    return bool(row["named"] and max(row["detected"]) <= TIMEOUT + row["longest_step"] + ANSWER_SECONDS)
+    return bool(row["named"] and max(row["detected"]) <= TIMEOUT + row["longest_step"] + FIND_SECONDS)
 
 
 def broken(results: Results) -> str:
@@ -207,7 +207,7 @@ def report(results: Results) -> Page:
         f"moment, **{same}** ended with the same loss at every step and the same weights, bit for bit, as an "
         f"undisturbed run. In {timely} of the {len(noticed)} runs that lost a host for longer than the timeout, the "
         "other host named the lost ranks and their host within the timeout, the rest of a step (at most "
-        f"{longest_step:.1f} s) and the {ANSWER_SECONDS:g} s that other ranks have to answer."
+        f"{longest_step:.1f} s) and the {FIND_SECONDS:g} s in which it asks them."
     )
     cells: Rows = [["host", "what happens", "for", "after step", "named after", "restarts by torchrun",
                     "torchrun started again", "steps repeated", "same losses", "same weights"]]  # fmt: skip

@@ -64,6 +64,18 @@ def test_a_rank_that_failed_alone_reports_it(
     assert waits == [group._HEAD_START]  # torchrun stops it during the wait if rank 0 has failed as well
 
 
+def test_each_rank_reports_a_lost_rank_at_once_and_lets_others_report(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "here")
+    monkeypatch.setenv("RANK", "3")
+    waits: list[tuple[float, str]] = []
+    monkeypatch.setattr(group.time, "sleep", lambda seconds: waits.append((seconds, capsys.readouterr().err)))
+    with pytest.raises(typer.Exit), group.reported():
+        raise rs.RingError("rank 3 on b: step 2: rank 0 on a exited")
+    assert waits == [(group._LAST_WORDS, "rank 3 on b: step 2: rank 0 on a exited\n")]
+
+
 @pytest.mark.parametrize(
     ("error", "sentence"),
     [

@@ -125,7 +125,12 @@ def writing_to(option: str, place: Path) -> Iterator[None]:
 AsJson = Annotated[bool, typer.Option("--json", help="Print only the result, as JSON, to stdout.")]
 TraceFile = Annotated[
     Path | None,
-    typer.Option("--trace", metavar="FILE", help="Write a trace for ui.perfetto.dev: what each rank does when."),
+    typer.Option(
+        "--trace",
+        metavar="FILE",
+        help="Write a trace for ui.perfetto.dev: what each rank does when.",
+        show_default="none",
+    ),
 ]
 Heads = Annotated[int, typer.Option(help="Query heads.", min=1)]
 HeadDim = Annotated[int, typer.Option(help="Head dimension.", min=1)]

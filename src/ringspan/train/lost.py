@@ -8,8 +8,13 @@ host or its link is down.
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import threading
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from ipaddress import ip_address
 
@@ -18,7 +23,9 @@ import torch.distributed as dist
 
 from ringspan.runtime.collectives import all_gather_json
 
-ANSWER_SECONDS = 2.0  # for an answer; one lost packet is sent again after one second
+FIND_SECONDS = 3.0  # in which `Peers.lost` finds the lost ranks
+_SETTLE_SECONDS = 1.0  # the first rank of a host is lost a moment before the last
+_ANSWER_SECONDS = FIND_SECONDS - _SETTLE_SECONDS  # one lost packet is sent again after one second
 _THREADS = 64
 _WAITING = 128  # connections, completed by the kernel and never accepted
 
@@ -37,7 +44,7 @@ class Peer:
         if ip_address(self.address).is_loopback and self.host != socket.gethostname():
             return "unknown"
         try:
-            socket.create_connection((self.address, self.port), timeout=ANSWER_SECONDS).close()
+            socket.create_connection((self.address, self.port), timeout=_ANSWER_SECONDS).close()
         except ConnectionRefusedError:
             return "exited"
         except OSError:  # no answer, or no way to the host
@@ -69,7 +76,8 @@ class Peers:
     def lost(self) -> str:
         """The ranks that have exited or do not answer, by host; empty if there are none."""
         others = [peer for peer in self.by_rank if peer.rank != dist.get_rank()]
-        with ThreadPoolExecutor(_THREADS) as threads:
+        with _termination_ignored(), ThreadPoolExecutor(_THREADS) as threads:
+            time.sleep(_SETTLE_SECONDS)
             states = list(threads.map(Peer.state, others))
         return describe(list(zip(others, states, strict=True)))
 
@@ -95,6 +103,19 @@ def describe(states: list[tuple[Peer, str]]) -> str:
         verb = state if len(ranks) == 1 else state.replace("does", "do")
         parts.append(f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} on {host} {verb}")
     return "; ".join(parts)
+
+
+@contextmanager
+def _termination_ignored() -> Iterator[None]:
+    """Inside, SIGTERM is ignored: torchrun, which has lost ranks too, stops this one before it can say which."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
 
 def _listen() -> socket.socket:
