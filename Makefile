@@ -8,7 +8,7 @@ INTEGRATIONS := $(VENV)/integrations
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-rest test-all lint errors dist docs explorer pictures versions models figures bench scale clean
+.PHONY: help run test test-rest test-all test-explorer lint errors dist docs explorer pictures versions models figures bench scale clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{ printf "  make %-18s %s\n", $$1, $$2 }'
@@ -20,10 +20,13 @@ test: lint  ## lint, types and the fast tests (under 5 minutes on two cores)
 	@$(PYTEST) -m "not slow" --ignore tests/integrations
 
 test-rest: $(INTEGRATIONS)  ## what test leaves out: slow tests, random tests with all examples, integrations (about 7 minutes)
-	@$(PYTEST) -m "slow or hypothesis" --hypothesis-profile full --ignore tests/integrations
+	@$(PYTEST) -m "slow or hypothesis" --hypothesis-profile full --ignore tests/integrations --ignore tests/explorer
 	@$(BIN)/python -m pytest -q tests/integrations
 
 test-all: test test-rest  ## test, then test-rest (about 12 minutes on two cores)
+
+test-explorer: $(READY)  ## the explorer in a real browser (needs chromium and npm)
+	@$(BIN)/python -m pytest -q tests/explorer
 
 docs: $(INTEGRATIONS)  ## build the documentation site and the explorer into docs/_build (npm fetches Pyodide once)
 	@$(BIN)/sphinx-build -q -W docs docs/_build

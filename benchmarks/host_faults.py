@@ -177,9 +177,9 @@ def faults(measuring: Measuring) -> None:
 def in_time(row: dict[str, Any]) -> bool:
     """Whether the other host named the lost ranks in time, or had no reason to.
 
-    A transfer that starts just after the fault times out later: by the rest of a step at most. Then all
-    ranks have a moment to answer. torchrun stops all ranks of a host when the first one exits, so one that only waits for
-    another rank of its host may have no time to report.
+    A transfer that starts just after the fault times out later: by the rest of a step at most. Then all ranks have a
+    moment to answer. torchrun stops all ranks of a host when the first one exits, so one that only waits for another
+    rank of its host may have no time to report.
     """
     if not FAULTS[row["kind"]].is_noticed:
         return bool(not row["said"])
