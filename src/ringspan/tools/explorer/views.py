@@ -28,8 +28,8 @@ def answer(question: str) -> str:
 
     Invalid settings are answered by ``{"error": ...}``, the text of the library's own error.
 
-    >>> answer('{"view": "overview", "settings": {"pattern": "8x0"}}')
-    '{"error": "dilation_rates[0]=0: a rate must be at least 1"}'
+    >>> print(answer('{"view": "overview", "settings": {"pattern": "8x0"}}'))
+    {"error": "pattern '8x0': dilation_rates[0]=0: a rate must be at least 1"}
     """
     asked = json.loads(question)
     try:
