@@ -53,7 +53,8 @@ def test_the_others_report_it(fault: str, tmp_path: Path) -> None:
             _, errors = ranks[rank].communicate()
             assert ranks[rank].returncode not in (0, None)
             last = [line for line in errors.splitlines() if "RingError" in line][-1]
-            assert f"rank {rank} of 3 on " in last and ": parcels of hop" in last
+            assert f"rank {rank} of 3 on " in last
+            assert ": parcels of hop" in last
             assert "rank 1" in last.split("failed")[0].split("hop")[1], last
     finally:
         for process in ranks:
