@@ -21,7 +21,7 @@ ALLOWED: dict[str, set[str]] = {
         "geometry",
         "layout",
     },  # and api.py and best.py order, validation: rules, types
-    "kernels": {"geometry"},
+    "kernels": {"geometry", "softmax"},
     "softmax": set(),
     "views": {"geometry"},
     "ring": {"geometry", "layout", "planning", "runtime"},

@@ -200,7 +200,7 @@ def _calls(
     views = {name: comb_view(x, tile.queries, group) for name, x in query_side.items()}
     for name, x in key_side.items():
         views[name] = comb_view(x, tile.keys).expand(-1, -1, -1, group, -1, *x.shape[3:])
-    copies = 2 * kernel.key_copies + (reversed_copies if tile.mask == "anticausal" else 0)
+    copies = kernel.row_copies + (reversed_copies if tile.mask == "anticausal" else 0)
     row_bytes += copies * query_side["q"].shape[-1] * query_side["q"].element_size()
     size = CallSize.that_fits(
         WORKSPACE_BYTES,

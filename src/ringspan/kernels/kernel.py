@@ -103,8 +103,9 @@ class Kernel:
     """One way to compute a tile.
 
     ``score_copies`` is the number of (query rows x key rows) matrices that the kernel holds at a time: 0 for fused
-    kernels; ``key_copies`` that of copies of the keys and values. The engine cuts its calls to fit the workspace. The
-    two functions compute full and causal tiles; an anticausal tile is a causal one with rows and keys in reverse order.
+    kernels; ``row_copies`` that of (rows x dim) matrices besides operands and results. The engine cuts its calls to fit
+    the workspace. The two functions compute full and causal tiles; an anticausal tile is a causal one with rows and
+    keys in reverse order.
     """
 
     name: str
@@ -112,7 +113,7 @@ class Kernel:
     compute_forward: Forward = field(repr=False)
     compute_backward: Backward = field(repr=False)
     score_copies: int = 0
-    key_copies: int = 0
+    row_copies: int = 0
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: ScoreOptions) -> tuple[Tensor, Tensor]:
         """The tile's output and lse."""

@@ -115,7 +115,7 @@ def break_even(
     >>> from ringspan.planning import TensorSizes
     >>> ring = RingPlan(Full(), Documents((4096,)), Layout("zigzag", 4096, 4), True, "relay", TensorSizes())
     >>> break_even(ring, DeviceRates(flops=1e14, bandwidth=25e9, latency=20e-6)).length
-    10555
+    11083
     """
     if len(plan.documents.lengths) != 1:
         raise ValueError(f"{len(plan.documents.lengths)} documents: the model takes one; plan a single document")

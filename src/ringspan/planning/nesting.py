@@ -35,12 +35,12 @@ class TileCosts:
     The default was fitted on CPUs by ``python -m benchmarks tiles``.
 
     >>> parse_costs(TileCosts(row=100).text)
-    TileCosts(row=100.0, call=40000.0, diagonal=512, narrow=1.12, narrow_rows=768)
+    TileCosts(row=100.0, call=40000.0, diagonal=256, narrow=1.12, narrow_rows=768)
     """
 
     row: float = 24.0
     call: float = 40_000.0
-    diagonal: int = 512
+    diagonal: int = 256
     narrow: float = 1.12
     narrow_rows: int = 768
 
