@@ -184,10 +184,12 @@ def _compare_tile(
 ) -> tuple[str, float, float]:
     tile = make()
     found = run(kernel, tile, mask, scores)
+    q, k, v, grad = tile
     options = (mask, scores.scale, scores.softcap)
-    right, dense = (by_autograd(*tile, *options, dtype=each) for each in (torch.float64, dtype))
-    named = [dict(zip(NAMES, (x.cpu().double() for x in results), strict=True)) for results in (found, dense, right)]
-    return closest_to_limit(*named, dtype)
+    right, dense = (by_autograd(q, k, v, grad, *options, each) for each in (torch.float64, dtype))
+    named = (dict(zip(NAMES, (x.cpu().double() for x in results), strict=True)) for results in (found, dense, right))
+    first, second, third = named
+    return closest_to_limit(first, second, third, dtype)
 
 
 # Whole calls with this kernel: masks, merging, grouped heads, sinks and documents around its tiles.
@@ -213,11 +215,13 @@ def _compare_call(
     sinks = torch.randn(_HEADS, dtype=torch.float64).to(dtype)
     here = [x.to(device) for x in (q, k, v)]
     found = results_of(
-        partial(attention, kernel=kernel.name, return_lse=True),
+        attention,
         here,
         weights.to(device),
         dtype,
         sinks=sinks.to(device),
+        kernel=kernel.name,
+        return_lse=True,
         **options,
     )
     right, dense = (
