@@ -137,7 +137,12 @@ class StepPlanner:
         share = dict(patterns=patterns, tokens=scale.share_tokens, rounds=scale.share_rounds, dtype=settings.dtype)
         return [
             *(
-                self._task(kernel_step_name(name), f"kernel {name} against fp64", "check_kernel", {"kernel": name})
+                self._task(
+                    kernel_step_name(name),
+                    f"kernel {name} against fp64",
+                    "check_kernel",
+                    {"kernel": name, "large": not settings.quick},
+                )
                 for name in settings.kernels
             ),
             self._task(SHARE, "share of the bare kernel", "measure_share", share),

@@ -69,7 +69,7 @@ def check_kernel(specification: Specification) -> Any:
     (status,) = (each for each in kernels.available() if each.kernel.name == specification["kernel"])
     if not status.usable:
         return {"unusable": status.reason, "comparisons": []}
-    comparisons = compare_kernel(status.kernel, local_device().device)
+    comparisons = compare_kernel(status.kernel, local_device().device, large=specification["large"])
     return {"unusable": "", "comparisons": [each.as_json() for each in comparisons]}
 
 

@@ -22,7 +22,7 @@ from ringspan.tools.precision import closest_to_limit, results_of
 
 MASKS: tuple[Mask, ...] = ("full", "causal", "anticausal")
 SHAPES = [(1, 1, 1, 1, 1), (2, 3, 37, 37, 8), (1, 2, 64, 64, 64), (3, 1, 5, 130, 3), (2, 2, 130, 7, 16)]
-LARGE_SHAPES = [(1, 2, 1000, 1000, 64), (1, 1, 2048, 1024, 128)]
+LARGE_SHAPES = [(1, 2, 1000, 1000, 64), (1, 1, 640, 320, 128)]  # several blocks of every kernel
 NAMES = ("out", "lse", "dq", "dk", "dv")
 _EVERY = (True, True, True)
 _SCORES = ScoreOptions(0.3)
@@ -110,10 +110,14 @@ def in_two_parts(kernel: Kernel, tile: Tile, mask: Mask, scores: ScoreOptions) -
     return [out, lse, dq.to(wide) + more_dq.to(wide), torch.cat((dk, more_dk), 2), torch.cat((dv, more_dv), 2)]
 
 
-def compare_kernel(kernel: Kernel, device: torch.device) -> Iterator[KernelComparison]:
-    """Every case of the kernel, in every dtype. Ends after an error of the device, which no later call survives."""
+def compare_kernel(kernel: Kernel, device: torch.device, *, large: bool = True) -> Iterator[KernelComparison]:
+    """Every case of the kernel, in every dtype; without ``large``, small tiles only.
+
+    Ends after an error of the device, which no later call survives.
+    """
     for dtype in kernel.contract.dtypes:
-        for name, compare in (*_tile_cases(kernel, dtype, device), *_call_cases(kernel, dtype, device)):
+        shapes = (*SHAPES, *(LARGE_SHAPES if large else ()))
+        for name, compare in (*_tile_cases(kernel, dtype, device, shapes), *_call_cases(kernel, dtype, device)):
             torch.manual_seed(0)
             start = KernelComparison(kernel.name, str(dtype).removeprefix("torch."), name)
             try:
@@ -130,7 +134,9 @@ def compare_kernel(kernel: Kernel, device: torch.device) -> Iterator[KernelCompa
 Compare = Callable[[], tuple[str, float, float]]
 
 
-def _tile_cases(kernel: Kernel, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Compare]]:
+def _tile_cases(
+    kernel: Kernel, dtype: torch.dtype, device: torch.device, shapes: Sequence[Sequence[int]]
+) -> Iterator[tuple[str, Compare]]:
     contract = kernel.contract
     multiple = contract.head_dim_multiple[dtype]
 
@@ -145,7 +151,7 @@ def _tile_cases(kernel: Kernel, dtype: torch.dtype, device: torch.device) -> Ite
         return f"{mask} tile, {name}", partial(_compare_tile, kernel, dtype, make, mask, **options)
 
     for mask in MASKS:
-        for shape in map(fitting, (*SHAPES, *LARGE_SHAPES)):
+        for shape in map(fitting, shapes):
             fits = square(shape, mask)
             yield case(_shape_text(fits), tile(fits), mask)
         yield case("strided views", lambda: _views(dtype, device), mask)
