@@ -47,7 +47,7 @@ def make_acceptance_page(
     share = reports.get(SHARE)
     if share is not None and share.finished:
         parts.append(Table("Share of the bare kernel", _share_rows(share.result), _SHARE_TEXT, details=True))
-    summaries = summaries_of(reports, settings.sizes)
+    summaries = summaries_of(reports, settings)
     if summaries:
         for table in (speed_table(summaries), memory_table(summaries)):
             title = f"Rings: {table.title.lower()}"
@@ -167,7 +167,7 @@ _RING_TEXT = {
     "Speed": "Medians of passes on the same rows after one that warms up; the slowest rank counts. Speed-up: relative "
     "to one process. Values marked † come from passes that other programs disturbed. Rings with more ranks than cores "
     "are listed, but not judged.",
-    "Memory": "Peak growth of a rank from before its rows are created, in its first pass: rows of inputs, outputs and "
+    "Memory": "Peak growth of a rank in its first pass, from before its rows are created, in a fresh process: rows of inputs, outputs and "
     "gradients, parcels and workspace. Planned: predicted by ringspan's plan, without workspace and caches.",
 }
 

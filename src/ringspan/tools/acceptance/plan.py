@@ -37,7 +37,7 @@ class Scale:
 
 
 SCALES: dict[Kind, Scale] = {
-    "cpu": Scale((), 16384, 3, 32768, 4096, 3, 2048, 30),
+    "cpu": Scale(("--pattern", "2048x1,16384x8"), 8192, 3, 16384, 4096, 3, 2048, 30),
     "cuda": Scale(("--tokens", "262144"), 131072, 5, 1048576, 65536, 5, 16384, 60),
 }
 QUICK = Scale(("--pattern", "128x1,512x8", "--tokens", "2048"), 4096, 1, 1024, 512, 1, 256, 8, window=128)
@@ -85,13 +85,20 @@ class AcceptanceSettings:
     def share_patterns(self) -> tuple[rs.Pattern, ...]:
         return pattern_up_to(self.scale.share_tokens), rs.Window(self.scale.window - 1)
 
-    def cases(self, size: int) -> tuple[BenchCase, ...]:
-        """What a ring of this size runs, forward and backward, causal."""
+    def cases(self, size: int) -> dict[str, BenchCase]:
+        """What a ring of this size runs, forward and backward, causal; by name."""
         scale = self.scale
         dilated = rs.Dilated.spanning(scale.dilated_tokens, min(2048, scale.dilated_tokens // 4))
-        both = ((dilated, scale.dilated_tokens), (rs.Full(), scale.full_tokens))
-        shape: Any = (True, "zigzag", self.dtype, HEADS, HEAD_DIM, True)
-        return tuple(BenchCase("ringspan", pattern, tokens, size, *shape) for pattern, tokens in both)
+        shape: Any = (size, True, "zigzag", self.dtype, HEADS, HEAD_DIM, True)
+        return {
+            "dilated": BenchCase("ringspan", dilated, scale.dilated_tokens, *shape),
+            "full": BenchCase("ringspan", rs.Full(), scale.full_tokens, *shape),
+        }
+
+    @property
+    def ring_steps(self) -> dict[str, BenchCase]:
+        """One step for each case and size, since memory is measured in fresh processes."""
+        return {ring_step_name(size, name): case for size in self.sizes for name, case in self.cases(size).items()}
 
     @property
     def trainings(self) -> tuple[TrainingRun, ...]:
@@ -115,8 +122,8 @@ def kernel_step_name(kernel: str) -> str:
     return f"kernel-{kernel}"
 
 
-def ring_step_name(size: int) -> str:
-    return f"ring-{size}"
+def ring_step_name(size: int, case: str) -> str:
+    return f"ring-{size}-{case}"
 
 
 @dataclass(frozen=True)
@@ -147,7 +154,7 @@ class StepPlanner:
             ),
             self._task(SHARE, "share of the bare kernel", "measure_share", share),
             self._verify(),
-            *map(self._ring, settings.sizes),
+            *(self._ring(name, case) for name, case in settings.ring_steps.items()),
             *map(self._train, settings.trainings),
         ]
 
@@ -172,11 +179,11 @@ class StepPlanner:
         # torchrun exits with 1 if the verdict is not PASS
         return self._step(VERIFY, title, arguments, folder / "verify.json", ranks=size, statuses=(0, 1))
 
-    def _ring(self, size: int) -> Step:
-        cases = [case.as_json() for case in self.settings.cases(size)]
-        specification = dict(cases=cases, rounds=self.settings.scale.ring_rounds, seconds=self.settings.limit_seconds)
-        title = f"time and memory of a ring of {size}"
-        return self._task(ring_step_name(size), title, "measure_ring", specification, ranks=size)
+    def _ring(self, name: str, case: BenchCase) -> Step:
+        scale, limit = self.settings.scale, self.settings.limit_seconds
+        specification = dict(case=case.as_json(), rounds=scale.ring_rounds, seconds=limit)
+        title = f"time and memory of a ring of {case.ranks}, {case.pattern.text}"
+        return self._task(name, title, "measure_ring", specification, ranks=case.ranks)
 
     def _train(self, run: TrainingRun) -> Step:
         scale, folder = self.settings.scale, self.folder / run.name

@@ -90,16 +90,13 @@ def measure_share(specification: Specification) -> Any:
 
 
 def measure_ring(specification: Specification) -> Any:
-    """Trials of one ring size: the first pass of each case measures memory, the following ones time."""
-    ranks = find_ranks()
-    trials = []
-    for values in specification["cases"]:
-        case = case_from_json(values)
-        by_rank = ranks.run(case.ranks, _measure_rank, values, specification["rounds"])
-        metrics = [[RankMetrics(**each) for each in rank] for rank in by_rank]
-        limits = TrialLimits(0, specification["seconds"])
-        for number, round_ in enumerate(zip(*metrics, strict=True)):
-            trials.append(combine_ranks(case, number, limits, list(round_), 0.0).as_json())
+    """Trials of one case on one ring: the first pass measures memory, the following ones time."""
+    ranks, case = find_ranks(), case_from_json(specification["case"])
+    by_rank = ranks.run(case.ranks, _measure_rank, specification["case"], specification["rounds"])
+    metrics = [[RankMetrics(**each) for each in rank] for rank in by_rank]
+    limits = TrialLimits(0, specification["seconds"])
+    rounds = enumerate(zip(*metrics, strict=True))
+    trials = [combine_ranks(case, number, limits, list(of_ranks), 0.0).as_json() for number, of_ranks in rounds]
     return {"where": ranks.where, "trials": trials}
 
 
