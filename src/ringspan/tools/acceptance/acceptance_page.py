@@ -167,8 +167,8 @@ _RING_TEXT = {
     "Speed": "Medians of passes on the same rows after one that warms up; the slowest rank counts. Speed-up: relative "
     "to one process. Values marked † come from passes that other programs disturbed. Rings with more ranks than cores "
     "are listed, but not judged.",
-    "Memory": "Peak growth of a rank in its first pass, from before its rows are created, in a fresh process: rows of inputs, outputs and "
-    "gradients, parcels and workspace. Planned: predicted by ringspan's plan, without workspace and caches.",
+    "Memory": "Peak growth of a rank in its first pass, in a fresh process, from before its rows are created: inputs, "
+    "outputs, gradients, parcels and workspace. Planned: predicted by ringspan's plan, without workspace and caches.",
 }
 
 
