@@ -108,9 +108,10 @@ def verify(
 ) -> None:
     """Check on this machine that a ring is exact, sharded and fast, and write a report.
 
-    Measures every rank of each ring size in local processes; under torchrun, in the ranks that torchrun started (the
-    acceptance test for GPUs). Each check reports a result and a verdict. Exit status: 0 if all checks pass, 1 if one
-    fails, 3 if an essential check could not be measured here.
+    Measures every rank of each ring size in local processes; under torchrun, in the ranks that torchrun started. Each
+    check reports a result and a verdict. `--acceptance` starts its own ranks, one for each GPU, and also checks
+    kernels, speed, memory and training: see docs/acceptance.md. Exit status: 0 if all checks pass, 1 if one fails, 3 if
+    an essential check could not be measured here.
 
     **Examples**
 
