@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
+import signal
 from pathlib import Path
 from typing import Annotated, NoReturn, cast
 
@@ -220,6 +221,7 @@ def _accepted(device: str, sizes: list[int], timeout: float, quick: bool) -> Acc
 def _verify_acceptance(
     settings: AcceptanceSettings, out: Path, into: Path | None, given: set[str], as_json: bool
 ) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's: ends the step and all its processes
     console = make_console(stderr=as_json)
     sizes = ", ".join(map(str, settings.sizes))
     console.print(f"Accepting {settings.device}, rings of {sizes} over {settings.backend}", style="bold")

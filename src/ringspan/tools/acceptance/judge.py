@@ -208,7 +208,7 @@ def _judge_fall(found: list[Any]) -> Outcome:
     losses = found[0]["losses"]
     part = max(1, len(losses) // 5)
     start, end = statistics.mean(losses[:part]), statistics.mean(losses[-part:])
-    reason = f"mean of the first and of the last {part} steps; required: lower by {MIN_FALL:.0%}"
+    reason = f"means of the first and of the last fifth of the steps; required: lower by {MIN_FALL:.0%}"
     return end <= (1 - MIN_FALL) * start, f"{start:.3f} to {end:.3f} nats per byte", reason
 
 
@@ -225,7 +225,7 @@ def _judge_agreement(found: list[Any]) -> Outcome:
     weight = _weight_difference(Path(one["folder"]), Path(ring["folder"]))
     result = f"losses differ by {loss:.1e}, weights by {weight:.1e}"
     agrees = loss <= ALLOWED_DIFFERENCE and weight <= ALLOWED_DIFFERENCE  # False for NaN
-    return agrees, result, f"allowed: {ALLOWED_DIFFERENCE:.0e}, after all steps"
+    return agrees, result, f"allowed: {ALLOWED_DIFFERENCE:g}, after all steps"
 
 
 def _weight_difference(one: Path, other: Path) -> float:

@@ -37,7 +37,7 @@ class Scale:
 
 
 SCALES: dict[Kind, Scale] = {
-    "cpu": Scale(("--pattern", "2048x1,16384x8"), 8192, 3, 16384, 4096, 3, 2048, 30),
+    "cpu": Scale((), 8192, 3, 16384, 4096, 3, 2048, 30),
     "cuda": Scale(("--tokens", "262144"), 131072, 5, 1048576, 65536, 5, 16384, 60),
 }
 QUICK = Scale(("--pattern", "128x1,512x8", "--tokens", "2048"), 4096, 1, 1024, 512, 1, 256, 8, window=128)

@@ -64,21 +64,27 @@ def _output(command: tuple[str, ...]) -> str:
     return done.stdout + done.stderr
 
 
+def _first_device() -> Device:
+    """On the CPU with one thread, as ranks have."""
+    device = local_device()
+    if device.device.type == "cpu":
+        torch.set_num_threads(1)
+    return device
+
+
 def check_kernel(specification: Specification) -> Any:
     """One kernel on the first device; ``unusable`` says why its contract excludes this device."""
     (status,) = (each for each in kernels.available() if each.kernel.name == specification["kernel"])
     if not status.usable:
         return {"unusable": status.reason, "comparisons": []}
-    comparisons = compare_kernel(status.kernel, local_device().device, large=specification["large"])
+    comparisons = compare_kernel(status.kernel, _first_device().device, large=specification["large"])
     return {"unusable": "", "comparisons": [each.as_json() for each in comparisons]}
 
 
 def measure_share(specification: Specification) -> Any:
     """Times of ringspan and of the bare kernel in turns, on the first device."""
-    device = local_device()
+    device = _first_device()
     where = dict(dtype=getattr(torch, specification["dtype"]), device=device.device)
-    if device.device.type == "cpu":
-        torch.set_num_threads(1)
     rows = []
     for text in specification["patterns"]:
         calls = share_calls(parse_pattern(text), specification["tokens"], causal=True, **where)
