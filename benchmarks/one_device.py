@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 import ringspan as rs
-from benchmarks.bare_kernel import BareKernel
 from benchmarks.small_calls import overhead, parts_table, small_calls_table
 from benchmarks.suite import (
     HEAD_DIM,
@@ -35,14 +34,16 @@ from benchmarks.suite import (
 )
 from ringspan.planning import Optimize
 from ringspan.runtime.device import Cpu
-from ringspan.tools.bench.trials import (
-    TrialError,
-    TrialLimits,
-    TurnTimer,
-    run_limited,
-    with_gradients,
-    without_gradients,
+from ringspan.tools.bench.share import (
+    REQUIRED_SHARE_NOT_NESTED,
+    REQUIRED_WINDOW_SHARE,
+    BareKernel,
+    attention_calls,
+    pattern_up_to,
+    qkv,
+    share_calls,
 )
+from ringspan.tools.bench.trials import TrialError, TrialLimits, TurnTimer, run_limited
 from ringspan.tools.peers import blockwise_flex, masked_sdpa
 
 LENGTHS, QUICK_LENGTHS = (32768, 65536, 131072), (4096, 8192)
@@ -63,8 +64,6 @@ NOT_NESTED = rs.Dilated((2048, 5000, 12000), (1, 2, 4))
 ONLY_PAIRS = rs.TileCosts(row=0, call=0, diagonal=0, narrow=1)  # the plan with the fewest pairs
 # Of branches that nest, by causality and pass.
 REQUIRED_SHARE = {(False, "forward"): 1.12, (False, "both"): 1.15, (True, "forward"): 1.03, (True, "both"): 1.05}
-REQUIRED_SHARE_NOT_NESTED = 0.95
-REQUIRED_WINDOW_SHARE = 0.9
 REQUIRED_GROWTH = 2.1
 REQUIRED_MEMORY_MIB = 32
 STYLES = {"ringspan": ("#0072B2", ""), "SDPA with a mask": ("#E69F00", "//"), "FlexAttention": ("#999999", "..")}
@@ -78,27 +77,6 @@ class Measured:
     peak_bytes: int = 0
     checksum: float = 0.0
     failure: str = ""
-
-
-def pattern_up_to(longest: int = 32768) -> rs.Dilated:
-    """LongNet's geometric series: segments 2048, 4096 .. with rates 1, 2 .."""
-    lengths = [2048 * 2**i for i in range(16) if 2048 * 2**i <= longest]
-    return rs.Dilated(tuple(lengths), tuple(2**i for i in range(len(lengths))))
-
-
-def qkv(n: int, seed: int = 0) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(1, n, HEADS, HEAD_DIM, generator=generator) for _ in range(3)]
-
-
-def ringspan_calls(
-    n: int, causal: bool, pattern: rs.Pattern, optimize: Optimize = "auto"
-) -> dict[str, Callable[[], object]]:
-    """`rs.attention` as a user calls it, by pass."""
-    tensors = [x.requires_grad_() for x in qkv(n)]
-    options = dict(pattern=pattern, causal=causal, optimize=optimize)
-    gradient = torch.randn(1, n, HEADS, HEAD_DIM)
-    return {"forward": without_gradients(tensors, options), "both": with_gradients(tensors, gradient, options)}
 
 
 def causal_cases(run: Measuring, is_longest: bool) -> tuple[bool, ...]:
@@ -121,14 +99,12 @@ def kernel_share(run: Measuring) -> list[dict[str, Any]]:
     for nested, pattern, n, causal in cases:
         run.announce(f"{pattern.text}, {n:,} tokens, {'causal' if causal else 'not causal'}")
         counts = count_pairs(pattern, n, causal)
-        ways = {"ours": ringspan_calls(n, causal, pattern), "plain": ringspan_calls(n, causal, pattern, "none")}
-        bare = BareKernel.of(pattern, n, causal)
+        calls = share_calls(pattern, n, causal)
         short = n == lengths[0]
         # By default, the longest length is measured in the fewest calls that show its share.
         for mode in PASSES if short or run.size != "default" else ("both",):
             timer = TurnTimer()
-            calls = {name: way[mode] for name, way in ways.items()} | {"bare": getattr(bare, mode)}
-            times = timer.in_turns(calls, rounds * short_rounds if short else longest_rounds, warm=short)
+            times = timer.in_turns(calls[mode], rounds * short_rounds if short else longest_rounds, warm=short)
             row = dict(nested=nested, n=n, causal=causal, mode=mode, **times, pairs=counts)
             rows.append(row | dict(foreign_cores=timer.most_foreign_cores))
     return rows
@@ -147,7 +123,7 @@ def windows(run: Measuring) -> list[dict[str, Any]]:
     n, window = run.sized((4096, 256), (32768, 1024), (32768, 1024))
     rounds = 2 if run.size == "quick" else int(run.options["rounds"])
     pattern = rs.Window(window - 1)
-    ours, bare = ringspan_calls(n, True, pattern), BareKernel.of(pattern, n, causal=True)
+    ours, bare = attention_calls(n, True, pattern), BareKernel.of(pattern, n, causal=True)
     squares = BareKernel([(n // window, HEADS, window, window, "full")])
     rows = []
     for mode in PASSES:
@@ -165,7 +141,7 @@ def growth(run: Measuring) -> list[dict[str, Any]]:
     rounds = run.sized(QUICK_GROWTH_ROUNDS, GROWTH_ROUNDS, LONG_GROWTH_ROUNDS)
     rows = []
     for causal in causal_cases(run, is_longest=True):
-        calls = {n: ringspan_calls(n, causal, pattern_up_to()) for n in lengths}
+        calls = {n: attention_calls(n, causal, pattern_up_to()) for n in lengths}
         for mode in PASSES:
             run.announce(f"{PASSES[mode]}, {'causal' if causal else 'not causal'}")
             timer = TurnTimer()

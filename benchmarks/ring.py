@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ringspan as rs
-from benchmarks.one_device import pattern_up_to
 from benchmarks.suite import (
     HEAD_DIM,
     HEADS,
@@ -41,6 +40,7 @@ from ringspan.ring.recorder import Recorder
 from ringspan.runtime.device import Cpu
 from ringspan.runtime.launch import run_local_ranks
 from ringspan.tools import peers
+from ringspan.tools.bench.share import pattern_up_to
 from ringspan.tools.bench.trials import RankStopwatch, TurnTimer
 from ringspan.tools.measure import tcp_bytes_sent
 

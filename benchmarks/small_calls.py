@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import ringspan as rs
-from benchmarks.bare_kernel import BareKernel
 from benchmarks.suite import PASSES, Measuring, Rows, Table
 from ringspan._op import attention_op
 from ringspan.engine import run_forward
@@ -23,6 +22,7 @@ from ringspan.planning import CPU_COSTS, plan_rank
 from ringspan.ring.simulated import SimulatedTransport
 from ringspan.ring.transport import Counters
 from ringspan.runtime.launch import run_local_ranks
+from ringspan.tools.bench.share import BareKernel
 from ringspan.tools.bench.trials import RankStopwatch, TurnTimer
 
 SMALL_ROWS = 256

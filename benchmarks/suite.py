@@ -22,13 +22,12 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from ringspan.runtime.files import Journal, read_journal, write_atomic
+from ringspan.tools.bench.share import HEAD_DIM, HEADS, PASSES
 from ringspan.tools.measure import describe_machine, one_line
 from ringspan.tools.pages import Page, Picture, Rows, Table, markdown, print_page, write_into
 
 ROOT = Path(__file__).parent.parent
-HEADS, HEAD_DIM = 8, 64  # of the suites that compare speed
 MIB = 2**20
-PASSES = {"forward": "forward", "both": "forward + backward"}
 Size = Literal["quick", "default", "long"]  # of the runs: to see that a suite works, for `make bench`, or for accuracy
 Value = TypeVar("Value")
 

@@ -44,6 +44,11 @@ from ringspan.cli.app import app
         ("verify --dtype int8", ["float64"]),
         ("verify --ranks two", ["whole number"]),
         (f"verify --into {__file__}", ["--into", "needs one line '<!-- ringspan verify -->'"]),
+        ("verify --acceptance --pattern full", ["--pattern", "does not apply to --acceptance"]),
+        ("verify --acceptance --device tpu", ["'tpu'", "must be one of auto, cpu, cuda"]),
+        (f"verify --acceptance --into {__file__}", ["--into", "'<!-- ringspan verify --acceptance -->'"]),
+        ("verify --device cpu", ["--device", "without --acceptance"]),
+        ("verify --quick", ["--quick", "without --acceptance"]),
     ],
 )
 def test_invalid_values_are_refused_with_the_way_out(command: str, words: list[str]) -> None:

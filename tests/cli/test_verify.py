@@ -7,12 +7,15 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 
 import psutil
 import pytest
+from typer.testing import CliRunner
 
+from ringspan.cli.app import app
 from tests.ranks import shares_processes
 
 pytestmark = [shares_processes(__name__), pytest.mark.timeout(900)]
@@ -68,7 +71,12 @@ def test_verifies_the_ranks_of_torchrun(tmp_path: Path) -> None:
 
 
 def test_an_interrupt_ends_it_cleanly(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "ringspan", "verify", "--ranks", "2", "--out", str(tmp_path)]
+    interrupt_after_start("verify", "--ranks", "2", "--out", str(tmp_path))
+
+
+def interrupt_after_start(*arguments: str) -> None:
+    """Interrupt a command as soon as it has child processes: it ends with status 130, and so do they."""
+    command = [sys.executable, "-m", "ringspan", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     family = psutil.Process(process.pid)
     while process.poll() is None and not family.children():
@@ -82,3 +90,34 @@ def test_an_interrupt_ends_it_cleanly(tmp_path: Path) -> None:
     assert "Traceback" not in output + errors
     _, alive = psutil.wait_procs(children, timeout=300)
     assert not alive
+
+
+def test_an_acceptance_starts_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "here")
+    done = CliRunner().invoke(app, ["verify", "--acceptance"], env={"COLUMNS": "400"})
+    assert done.exit_code == 1
+    assert "run it without torchrun" in done.output
+
+
+@pytest.mark.slow
+def test_an_acceptance_from_end_to_end(tmp_path: Path) -> None:
+    arguments = ["verify", "--acceptance", "--device", "cpu", "--ranks", "2", "--quick", "--json"]
+    done = ringspan(*arguments, "--out", str(tmp_path))
+    found = json.loads(done.stdout)
+    verdicts = {check["name"]: check["verdict"] for check in found["checks"]}
+    assert all(step["outcome"] == "finished" for step in found["steps"]), found["steps"]
+    assert verdicts["runs at full size"] == "not measured"
+    for name in ("kernel reference is exact", "kernel cpu_flash is exact", "a ring of 2 trains as one rank"):
+        assert verdicts[name] == "pass", found["checks"]
+    assert done.returncode == found["status"] != 0
+    (folder,) = tmp_path.iterdir()
+    assert "<h1>" in (folder / "acceptance.html").read_text()
+    with tarfile.open(folder / "acceptance.tar.gz") as archive:
+        names = {Path(name).relative_to(folder.name) for name in archive.getnames()}
+    wanted = ["acceptance.html", "acceptance.json", "environment.json", "results/ring-2-full.json", "logs/verify.log"]
+    assert {*map(Path, [*wanted, "verify/verify.json", "train-2-float64/metrics.jsonl"])} <= names
+    assert not [name for name in names if name.suffix == ".safetensors"]
+
+
+def test_an_interrupt_ends_an_acceptance_and_its_step(tmp_path: Path) -> None:
+    interrupt_after_start("verify", "--acceptance", "--device", "cpu", "--out", str(tmp_path))

@@ -2,51 +2,24 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from ringspan import kernels
 from ringspan.geometry import Mask
 from ringspan.kernels import Kernel, ScoreOptions
+from ringspan.tools.acceptance.tiles import MASKS, SHAPES, by_autograd, by_kernel, operands, square
 
 RUNNABLE = [
     status.kernel for status in kernels.available() if status.usable and status.kernel.contract.device != "cuda"
 ]
-MASKS: tuple[Mask, ...] = ("full", "causal", "anticausal")
-SHAPES = [(1, 1, 1, 1, 1), (2, 3, 37, 37, 8), (1, 2, 64, 64, 64), (3, 1, 5, 130, 3), (2, 2, 130, 7, 16)]
-SHAPES += [(2, 1, 257, 257, 8), (1, 2, 1024, 1024, 4), (1, 1, 1025, 1025, 4)]  # the CPU kernel cuts triangles in strips
-
-
-def operands(shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
-    x, y, rows, keys, dim = shape
-    return [torch.randn(x, y, n, dim, dtype=torch.float64).to(dtype) for n in (rows, keys, keys, rows)]
-
-
-def by_autograd(
-    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, mask: Mask, scale: float, softcap: float = 0.0
-) -> list[Tensor]:
-    q, k, v = (x.double().requires_grad_() for x in (q, k, v))
-    scores = q @ k.mT * scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    if mask == "causal":
-        scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
-    if mask == "anticausal":
-        scores = scores.masked_fill(torch.ones_like(scores).tril(-1).bool(), -torch.inf)
-    out = scores.softmax(-1) @ v
-    return [out, scores.logsumexp(-1), *torch.autograd.grad(out, (q, k, v), grad.double())]
 
 
 @pytest.mark.parametrize("kernel", RUNNABLE, ids=lambda k: k.name)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_exact_in_fp64(kernel: Kernel, shape: tuple[int, ...], mask: Mask) -> None:
-    if mask != "full" and shape[2] != shape[3]:
-        shape = (*shape[:3], shape[2], shape[4])
-    q, k, v, grad = operands(shape, torch.float64)
-    out, lse = kernel.forward(q, k, v, mask, ScoreOptions(0.3))
-    shares = kernel.backward(grad, q, k, v, out, lse, mask, ScoreOptions(0.3), (True, True, True))
-    for found, wanted in zip((out, lse, *shares), by_autograd(q, k, v, grad, mask, 0.3), strict=True):
-        assert found is not None
+    tile = operands(square(shape, mask), torch.float64)
+    results = by_kernel(kernel, tile, mask, ScoreOptions(0.3))
+    for found, wanted in zip(results, by_autograd(*tile, mask, 0.3), strict=True):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
 
@@ -60,10 +33,7 @@ def test_scales_that_are_not_positive(kernel: Kernel, scale: float, mask: Mask) 
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         tolerance = 1e-12 if dtype == torch.float64 else 16 * torch.finfo(dtype).eps
         low = [x.to(dtype) for x in (q, k, v, grad)]
-        out, lse = kernel.forward(*low[:3], mask, ScoreOptions(scale))
-        shares = kernel.backward(low[3], *low[:3], out, lse, mask, ScoreOptions(scale), (True, True, True))
-        for found, right in zip((out, lse, *shares), wanted, strict=True):
-            assert found is not None
+        for found, right in zip(by_kernel(kernel, low, mask, ScoreOptions(scale)), wanted, strict=True):
             torch.testing.assert_close(found.double(), right, rtol=tolerance, atol=tolerance)
 
 
@@ -97,11 +67,10 @@ def test_nan_is_visible_in_every_row_that_sees_it(kernel: Kernel, dtype: torch.d
 @pytest.mark.parametrize("softcap", [0.5, 30.0])
 def test_soft_caps_are_exact_in_the_reference_kernel(mask: Mask, softcap: float) -> None:
     kernel, scores = kernels.get("reference"), ScoreOptions(0.9, softcap)
-    q, k, v, grad = operands((2, 3, 37, 37, 8), torch.float64)
-    out, lse = kernel.forward(q, k, v, mask, scores)
-    shares = kernel.backward(grad, q, k, v, out, lse, mask, scores, (True, True, True))
-    for found, wanted in zip((out, lse, *shares), by_autograd(q, k, v, grad, mask, 0.9, softcap), strict=True):
-        assert found is not None
+    tile = operands((2, 3, 37, 37, 8), torch.float64)
+    for found, wanted in zip(
+        by_kernel(kernel, tile, mask, scores), by_autograd(*tile, mask, 0.9, softcap), strict=True
+    ):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
 
@@ -147,10 +116,7 @@ def test_keys_expanded_over_a_group_of_queries(kernel: Kernel) -> None:
     q, k, v, grad = operands((3, 4, 30, 30, 8), torch.float64)
     k, v = (x[:, :1].expand(-1, 4, -1, -1) for x in (k, v))
     wanted = by_autograd(q, k, v, grad, "causal", 0.3)
-    out, lse = kernel.forward(q, k, v, "causal", ScoreOptions(0.3))
-    shares = kernel.backward(grad, q, k, v, out, lse, "causal", ScoreOptions(0.3), (True, True, True))
-    for found, right in zip((out, lse, *shares), wanted, strict=True):
-        assert found is not None
+    for found, right in zip(by_kernel(kernel, [q, k, v, grad], "causal", ScoreOptions(0.3)), wanted, strict=True):
         torch.testing.assert_close(found, right, rtol=0, atol=1e-12)
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
-from typing import Any
 
 import typer
 
@@ -31,20 +29,10 @@ def doctor(as_json: AsJson = False) -> None:
         report = inspect_machine()
     if os.environ.get("RANK", "0") == "0":
         if as_json:
-            typer.echo(json.dumps(_as_document(report)))
+            typer.echo(json.dumps(report.as_json()))
         else:
             _print_report(report)
     raise typer.Exit(0 if report.is_healthy else 1)
-
-
-def _as_document(report: HealthReport) -> dict[str, Any]:
-    return {
-        **asdict(report),
-        "self_tests": [{**asdict(test), "passed": test.passed} for test in report.self_tests],
-        "missing": {package.name: package.install for package in report.missing},
-        "is_healthy": report.is_healthy,
-        "verdict": report.verdict,
-    }
 
 
 def _print_report(report: HealthReport) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
+import signal
 from pathlib import Path
 from typing import Annotated, NoReturn, cast
 
+import torch.distributed as dist
 import typer
 from rich.console import Console
 
@@ -21,8 +23,13 @@ from ringspan.cli.options import (
     read_dtype,
     read_pattern,
     refuse_balanced,
+    writing_to,
 )
 from ringspan.layout import LayoutName, check_layout_name
+from ringspan.runtime.settings import RunError
+from ringspan.tools.acceptance.plan import AcceptanceSettings
+from ringspan.tools.acceptance.run import Progress, acceptance_settings, run_acceptance
+from ringspan.tools.acceptance.steps import Step, StepReport
 from ringspan.tools.pages import Page, print_page, split_at_markers, write_into, write_page
 from ringspan.tools.verify.check import ByRing
 from ringspan.tools.verify.run import MEASUREMENTS, failed_ring, find_ranks, judge_all, measure_rank
@@ -38,11 +45,13 @@ from ringspan.tools.verify_training.judge import judge_training
 from ringspan.tools.verify_training.rings import TrainingReport, measure_rings, settings_for_training
 from ringspan.tools.verify_training.training_page import as_training_json, make_training_page
 
-_MARKER = "ringspan verify"
+_MARKER, _ACCEPTANCE_MARKER = "ringspan verify", "ringspan verify --acceptance"
+_NOT_FOR_ACCEPTANCE = ("pattern", "attention", "training", "layout", "tokens", "dtype")
 _PATTERN = "2048x1,16384x8,65536x32"
 
 
 def verify(
+    context: typer.Context,
     ranks: Annotated[
         str, typer.Option(help="Ring sizes to verify, separated by commas; 1 is always included.")
     ] = "1,2,4",
@@ -59,6 +68,20 @@ def verify(
             show_default="none",
         ),
     ] = "",
+    acceptance: Annotated[
+        bool,
+        typer.Option(
+            "--acceptance", help="Accept this machine: kernels, rings, speed, memory and training, in one report."
+        ),
+    ] = False,
+    device: Annotated[
+        str,
+        typer.Option(
+            help="With --acceptance: cuda, cpu, or auto: GPUs if there are any, else the CPU, whose verdict is then at "
+            "best INCOMPLETE."
+        ),
+    ] = "auto",
+    quick: Annotated[bool, typer.Option("--quick", help="With --acceptance: tiny sizes, to see that it runs.")] = False,
     layout: Annotated[str, typer.Option(help="zigzag or contiguous; for ringspan only.")] = "zigzag",
     tokens: Annotated[
         str,
@@ -78,14 +101,18 @@ def verify(
     into: Annotated[
         Path | None, typer.Option(help="Also write the checks into this Markdown file, between its markers.")
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds after which a ring that does not finish has failed.")] = 600.0,
+    timeout: Annotated[
+        float,
+        typer.Option(help="Seconds after which a ring that does not finish, or a step of --acceptance, has failed."),
+    ] = 600.0,
     as_json: AsJson = False,
 ) -> None:
     """Check on this machine that a ring is exact, sharded and fast, and write a report.
 
-    Measures every rank of each ring size in local processes; under torchrun, in the ranks that torchrun started (the
-    acceptance test for GPUs). Each check reports a result and a verdict. Exit status: 0 if all checks pass, 1 if one
-    fails, 3 if an essential check could not be measured here.
+    Measures every rank of each ring size in local processes; under torchrun, in the ranks that torchrun started. Each
+    check reports a result and a verdict. `--acceptance` starts its own ranks, one for each GPU, and also checks
+    kernels, speed, memory and training: see docs/acceptance.md. Exit status: 0 if all checks pass, 1 if one fails, 3 if
+    an essential check could not be measured here.
 
     **Examples**
 
@@ -100,18 +127,25 @@ def verify(
     `ringspan verify --training ringspan.tools.verify_training.own_trainers:longnet`
 
     `torchrun --nproc-per-node=8 -m ringspan verify`
+
+    `ringspan verify --acceptance`
+
+    `ringspan verify --acceptance --device cpu --ranks 1,2`
     """
 
+    given = _given(context)
+    if acceptance:
+        _check_unused({f"--{name}": name in given for name in _NOT_FOR_ACCEPTANCE}, "--acceptance")
+        _check_markers(into, _ACCEPTANCE_MARKER)
+        sizes = read_as("--ranks", read_counts, ranks) if "ranks" in given else []
+        _verify_acceptance(_accepted(device, sizes, timeout, quick), out, into, given, as_json)
+    _check_unused({"--device": "device" in given, "--quick": quick}, "a run without --acceptance")
     if training:
-        _check_unused({"--attention": attention, "--pattern": pattern, "--into": into})
+        _check_unused({"--attention": attention, "--pattern": pattern, "--into": into}, "--training")
         _verify_training(training, ranks, tokens, dtype, out, timeout, as_json)
     implementation = _implementation(attention, pattern, layout)
     wanted = read_as("--ranks", read_counts, ranks)
-    if into is not None:  # before the checks, which take a while
-        try:
-            split_at_markers(into, _MARKER)
-        except ValueError as error:
-            raise typer.BadParameter(str(error), param_hint="--into") from error
+    _check_markers(into, _MARKER)
     processes = find_ranks(timeout)
     sizes = processes.sizes(wanted)
     settings = _settings(implementation, sizes, tokens, dtype)
@@ -151,10 +185,80 @@ def verify(
     raise typer.Exit(exit_status)
 
 
-def _check_unused(options: dict[str, object]) -> None:
+def _given(context: typer.Context) -> set[str]:
+    """The options on the command line."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+
+
+def _check_unused(options: dict[str, object], run: str) -> None:
     for option, value in options.items():
         if value:
-            raise typer.BadParameter(f"{value}: does not apply to --training: leave it out", param_hint=option)
+            raise typer.BadParameter(f"does not apply to {run}: leave it out", param_hint=option)
+
+
+def _check_markers(into: Path | None, marker: str) -> None:
+    """Before the checks, which take a while."""
+    if into is not None:
+        try:
+            split_at_markers(into, marker)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--into") from error
+
+
+def _accepted(device: str, sizes: list[int], timeout: float, quick: bool) -> AcceptanceSettings:
+    if dist.is_torchelastic_launched():
+        raise RunError(
+            "--acceptance starts its own ranks: run it without torchrun, once on each machine; docs/acceptance.md has "
+            "the commands for rings over several machines"
+        )
+    try:
+        return acceptance_settings(device, sizes, timeout, quick=quick)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _verify_acceptance(
+    settings: AcceptanceSettings, out: Path, into: Path | None, given: set[str], as_json: bool
+) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's: ends the step and all its processes
+    console = make_console(stderr=as_json)
+    sizes = ", ".join(map(str, settings.sizes))
+    console.print(f"Accepting {settings.device}, rings of {sizes} over {settings.backend}", style="bold")
+    if settings.fallback:
+        console.print(
+            f"No GPU: {settings.fallback}. The verdict is at best INCOMPLETE.", style="yellow", soft_wrap=True
+        )
+    with console.status("") as shown:
+
+        def before(number: int, total: int, step: Step) -> None:
+            shown.update(f"{number} of {total}: {step.title} (at most {settings.limit_seconds:g} s)")
+
+        def after(number: int, total: int, report: StepReport) -> None:
+            style = None if report.finished else "red"
+            text = f"  {number} of {total}: {report.title}: {report.outcome}, {report.seconds:.0f} s"
+            console.print(f"{text}{f': {report.reason}' * (not report.finished)}", style=style, soft_wrap=True)
+
+        with writing_to("--out", out):
+            run = run_acceptance(settings, out, _acceptance_command(settings, given), Progress(before, after))
+    if into is not None:
+        write_into(into, _ACCEPTANCE_MARKER, readme_lines(run.page))
+    if as_json:
+        typer.echo(json.dumps(run.document))
+    else:
+        print_page(run.page, console)
+        for check in run.document["checks"]:
+            if check["verdict"] == "FAIL":
+                console.print(f"{check['name']}: {check['reason']}", style="red", soft_wrap=True)
+        console.print(f"Send back: {run.paths['archive']}", soft_wrap=True)
+        _print_verdict(run.page, run.paths["html"], run.document["status"], console)
+    raise typer.Exit(run.document["status"])
+
+
+def _acceptance_command(settings: AcceptanceSettings, given: set[str]) -> str:
+    device = f" --device {settings.device}" if "device" in given and not settings.fallback else ""
+    sizes = f" --ranks {','.join(map(str, settings.sizes))}" if "ranks" in given else ""
+    return f"ringspan verify --acceptance{device}{sizes}{' --quick' * settings.quick}"
 
 
 def _verify_training(

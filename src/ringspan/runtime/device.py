@@ -31,6 +31,9 @@ class Device(Protocol):
     def backend(self) -> str:
         """The process-group backend for its tensors."""
 
+    def synchronize(self) -> None:
+        """Return when the device has finished all calls."""
+
     def seconds(self, call: Callable[[], Any]) -> float:
         """How long a call takes, until the device has finished it."""
 
@@ -50,6 +53,9 @@ class Cpu:
     @property
     def device(self) -> torch.device:
         return torch.device("cpu")
+
+    def synchronize(self) -> None:
+        pass  # calls return when they are finished
 
     def seconds(self, call: Callable[[], Any]) -> float:
         start = time.perf_counter()
@@ -79,22 +85,25 @@ class Accelerator:
     device: torch.device
     backend: str = "nccl"
 
+    def synchronize(self) -> None:
+        self.api.synchronize(self.device)
+
     def seconds(self, call: Callable[[], Any]) -> float:
         start, stop = (self.api.Event(enable_timing=True) for _ in range(2))
-        self.api.synchronize(self.device)
+        self.synchronize()
         start.record()
         call()
         stop.record()
-        self.api.synchronize(self.device)
+        self.synchronize()
         return float(start.elapsed_time(stop)) / 1000
 
     def peak_growth(self, call: Callable[[], Result]) -> tuple[Result, int]:
-        self.api.synchronize(self.device)
+        self.synchronize()
         self.api.empty_cache()
         self.api.reset_peak_memory_stats(self.device)
         before = int(self.api.memory_allocated(self.device))
         result = call()
-        self.api.synchronize(self.device)
+        self.synchronize()
         return result, self.peak_bytes() - before
 
     def peak_bytes(self) -> int:

@@ -8,28 +8,27 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
+from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import ringspan as rs
 from ringspan import kernels
 from ringspan.api import attention
-from ringspan.geometry import Dilated, Pattern
+from ringspan.geometry import Dilated
 from ringspan.kernels import choose
 from ringspan.oracle import dense_attention
 from ringspan.runtime.settings import install_command
 from ringspan.tools.measure import describe_machine
+from ringspan.tools.precision import closest_to_limit, results_of
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _ROWS, _HEADS, _DIM = 64, 4, 16
 _PATTERN = Dilated((16, 64), (1, 4))
-_FP64_ALLOWED = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,57 +52,21 @@ class SelfTest:
 
 
 def run_self_test(device: str, dtype: torch.dtype) -> SelfTest:
-    """Run attention on a device in a dtype.
-
-    In fp64 the error may be at most 1e-12. In other dtypes it may be twice the error of dense softmax in that dtype on
-    the same inputs, or four rounding steps of the largest result if that is more.
-    """
+    """Run attention on a device in a dtype; the allowed error is that of `closest_to_limit`."""
     kernel, name = "", str(dtype).removeprefix("torch.")
     try:
         kernel = choose(device, dtype).kernel.name
         generator = torch.Generator().manual_seed(0)
         numbers = torch.randn(4, 1, _ROWS, _HEADS, _DIM, generator=generator, dtype=torch.float64).to(dtype)
         *inputs, weights = numbers.to(device).unbind()
-        right = _results(dense_attention, inputs, weights, torch.float64)
-        dense = _results(dense_attention, inputs, weights, dtype)
-        ours = _results(_with_lse, inputs, weights, dtype)
-        worst, error, allowed = _closest_to_limit(ours, dense, right, dtype)
+        options: dict[str, Any] = dict(pattern=_PATTERN, causal=True)
+        right = results_of(dense_attention, inputs, weights, torch.float64, **options)
+        dense = results_of(dense_attention, inputs, weights, dtype, **options)
+        ours = results_of(attention, inputs, weights, dtype, return_lse=True, **options)
+        worst, error, allowed = closest_to_limit(ours, dense, right, dtype)
     except Exception as raised:  # a driver or a broken installation may raise anything
         return SelfTest(device, name, kernel, failure=f"{type(raised).__name__}: {raised}")
     return SelfTest(device, name, kernel, worst, error, allowed)
-
-
-def _with_lse(*tensors: Tensor, pattern: Pattern, causal: bool) -> tuple[Tensor, Tensor]:
-    q, k, v = tensors
-    return attention(q, k, v, pattern=pattern, causal=causal, return_lse=True)
-
-
-def _results(
-    attend: Callable[..., tuple[Tensor, Tensor]], inputs: list[Tensor], weights: Tensor, dtype: torch.dtype
-) -> dict[str, Tensor]:
-    """All results of attention, computed in this dtype and converted to fp64."""
-    tensors = [x.detach().to(dtype).requires_grad_() for x in inputs]
-    out, lse = attend(*tensors, pattern=_PATTERN, causal=True)
-    gradients = torch.autograd.grad((out * weights.to(dtype)).sum(), tensors)
-    return {
-        name: x.detach().double()
-        for name, x in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True)
-    }
-
-
-def _closest_to_limit(
-    ours: dict[str, Tensor], dense: dict[str, Tensor], right: dict[str, Tensor], dtype: torch.dtype
-) -> tuple[str, float, float]:
-    """(name, error, allowed error) of the result with the largest ratio of error to allowed error."""
-    found = []
-    for name, wanted in right.items():
-        if not ours[name].isfinite().all():
-            raise ArithmeticError(f"{name} is not finite")
-        error, dense_error = ((x[name] - wanted).abs().max().item() for x in (ours, dense))
-        rounding = torch.finfo(dtype).eps * wanted.abs().max().item()
-        allowed = _FP64_ALLOWED if dtype == torch.float64 else max(2 * dense_error, 4 * rounding)
-        found.append((name, error, allowed))
-    return max(found, key=lambda line: line[1] / line[2])
 
 
 # Packages that attention does not need: what each is used for, and how to install it.
@@ -205,6 +168,15 @@ class HealthReport:
         where = ", ".join(dict.fromkeys(test.device for test in self.self_tests))
         dtypes = ", ".join(dict.fromkeys(test.dtype for test in self.self_tests))
         return f"ringspan works here: all {len(self.self_tests)} self-tests pass, on {where} in {dtypes}."
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            **asdict(self),
+            "self_tests": [{**asdict(test), "passed": test.passed} for test in self.self_tests],
+            "missing": {package.name: package.install for package in self.missing},
+            "is_healthy": self.is_healthy,
+            "verdict": self.verdict,
+        }
 
 
 def inspect_machine() -> HealthReport:

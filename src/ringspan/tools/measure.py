@@ -10,7 +10,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch.autograd.profiler import profile
+
+from ringspan.runtime.device import Cpu, Device
 
 _DISTURBED_CORES = 0.10
 _CLOCK_TICKS_SECONDS = 0.05  # the system counts busy time in ticks, so shorter foreign time is noise
@@ -57,18 +59,26 @@ def one_line(machine: dict[str, str | int | float]) -> str:
 
 @dataclass
 class Stopwatch:
-    """Wall time of a block, and how many cores other processes kept busy during it."""
+    """Wall time of a block, until the device has finished it, and how many cores other processes kept busy during it.
+
+    Other processes do not slow an accelerator down by using cores, so they count as 0 there.
+    """
 
     seconds: float = 0.0
     foreign_cores: float = 0.0
+    device: Device = field(default_factory=Cpu)
 
     def __enter__(self) -> Stopwatch:
+        self.device.synchronize()
         self._busy, self._own = busy_seconds(), _own_seconds()
         self._start = time.perf_counter()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.device.synchronize()
         self.seconds = time.perf_counter() - self._start
+        if self.device.device.type != "cpu":
+            return
         foreign = (busy_seconds() - self._busy) - (_own_seconds() - self._own)
         self.foreign_cores = max(0.0, foreign / self.seconds)
 

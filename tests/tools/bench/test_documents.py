@@ -3,9 +3,9 @@
 import pytest
 
 import ringspan as rs
-from benchmarks.bare_kernel import BareKernel
 from benchmarks.documents import MIXES, TOTAL
-from benchmarks.one_device import NOT_NESTED, count_pairs, pairs_tables, pattern_up_to, share_table
+from benchmarks.one_device import NOT_NESTED, count_pairs, pairs_tables, share_table
+from ringspan.tools.bench.share import BareKernel, pattern_up_to
 
 
 @pytest.mark.parametrize("name", MIXES)

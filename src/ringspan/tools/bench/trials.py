@@ -18,12 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ringspan as rs
-from ringspan.runtime.device import Cpu, limit_growth
+from ringspan.runtime.device import Cpu, Device, limit_growth
 from ringspan.runtime.launch import run_local_ranks
 from ringspan.tools.bench.cases import IMPLEMENTATIONS, BenchCase, RingAttention, SimulatedAttention, case_from_json
 from ringspan.tools.measure import Stopwatch, busy_seconds, is_disturbed
 from ringspan.tools.peers import Attend
 
+_CPU = Cpu()
 _ATTEMPTS = 3
 _WARM_UP_ROWS = 64
 # The first call loads libraries and starts threads and connections, which may take this much on top of the limit.
@@ -175,24 +176,41 @@ class RankMetrics:
 
 
 def measure_rank(case: BenchCase, memory_bytes: int) -> list[RankMetrics]:
-    """One forward pass and, if the case includes it, one backward pass on this rank's rows, within ``memory_bytes``.
+    """One forward pass and, if the case includes it, one backward pass on this rank's rows, within ``memory_bytes``."""
+    call = prepare_warm(case)
+    limit_growth(memory_bytes)
+    return [measure_pass(case, call)]
 
-    Peak memory counts from before the rows are created, so it includes inputs, masks, outputs and gradients.
-    """
+
+def prepare_warm(case: BenchCase, device: Device = _CPU) -> Attend | None:
+    """Warm up with a short sequence. Returns the call itself if it is compiled for one length."""
     implementation = IMPLEMENTATIONS[case.implementation]
     small = case if implementation.compiled else replace(case, tokens=_WARM_UP_ROWS * case.ranks)
     attend = implementation.prepare(small)
-    _run(small, attend, _make_rows(small))
-    limit_growth(memory_bytes)
+    _run(small, attend, _make_rows(small, device), device)
+    return attend if implementation.compiled else None
+
+
+def measure_pass(case: BenchCase, prepared: Attend | None = None, device: Device = _CPU) -> RankMetrics:
+    """One pass, with its peak memory.
+
+    That counts from before the rows are created, so it includes inputs, masks, outputs and gradients.
+    """
 
     def run() -> RankMetrics:
-        call = attend if implementation.compiled else implementation.prepare(case)
-        metrics = _run(case, call, _make_rows(case))
+        call = prepared or IMPLEMENTATIONS[case.implementation].prepare(case)
+        metrics = _run(case, call, _make_rows(case, device), device)
         ring = call.ring if isinstance(call, RingAttention) else None
         return metrics if ring is None else replace(metrics, sent_bytes=ring.counters.bytes_sent)
 
-    metrics, peak = Cpu().peak_growth(run)
-    return [replace(metrics, peak_bytes=peak)]
+    metrics, peak = device.peak_growth(run)
+    return replace(metrics, peak_bytes=peak)
+
+
+def time_passes(case: BenchCase, rounds: int, device: Device = _CPU) -> list[RankMetrics]:
+    """Passes on the same rows, one after the other. The memory that the first one needed stays with the allocator."""
+    call, rows = IMPLEMENTATIONS[case.implementation].prepare(case), _make_rows(case, device)
+    return [_run(case, call, rows, device) for _ in range(rounds)]
 
 
 def trace_case(case: BenchCase, path: Path, limits: TrialLimits, threads: int = 1) -> None:
@@ -219,32 +237,38 @@ def measure_simulated_ring(case: BenchCase, memory_bytes: int) -> list[RankMetri
     ]
 
 
-def _make_rows(case: BenchCase) -> list[Tensor]:
+def _make_rows(case: BenchCase, device: Device = _CPU) -> list[Tensor]:
     rank = dist.get_rank()
     shape = (1, case.rows_of(rank), case.heads, case.head_dim)
-    generator = torch.Generator().manual_seed(rank)
-    return [
-        torch.randn(shape, generator=generator, dtype=case.torch_dtype, requires_grad=case.backward) for _ in range(3)
-    ]
+    generator = torch.Generator(device.device).manual_seed(rank)
+    options: dict[str, Any] = dict(dtype=case.torch_dtype, device=device.device, requires_grad=case.backward)
+    return [torch.randn(shape, generator=generator, **options) for _ in range(3)]
 
 
-def _run(case: BenchCase, attend: Attend, rows: list[Tensor]) -> RankMetrics:
+def _run(case: BenchCase, attend: Attend, rows: list[Tensor], device: Device = _CPU) -> RankMetrics:
     """Times each pass between barriers, so that no rank starts ahead of another."""
-    dist.barrier()
+    _barrier(device)
     busy, own = busy_seconds(), time.process_time()
     start = time.perf_counter()
     with torch.set_grad_enabled(case.backward):
         out = attend(*rows)
+    device.synchronize()
     forward, backward = time.perf_counter() - start, 0.0
     if case.backward:
         gradient = torch.ones_like(out)
-        dist.barrier()
+        _barrier(device)
         middle = time.perf_counter()
         torch.autograd.grad(out, rows, gradient)
+        device.synchronize()
         backward = time.perf_counter() - middle
-    dist.barrier()
+    _barrier(device)
     window = time.perf_counter() - start
     return RankMetrics(forward, backward, 0, time.process_time() - own, busy_seconds() - busy, window)
+
+
+def _barrier(device: Device) -> None:
+    dist.barrier()
+    device.synchronize()  # NCCL only enqueues it
 
 
 @dataclass(frozen=True)
@@ -320,10 +344,12 @@ def run_trial(case: BenchCase, number: int, limits: TrialLimits, threads: int = 
         metrics = run_limited(case.processes, limits, task, case, share, threads=threads)
     except TrialError as error:
         return Trial(case, number, error.outcome, limits, error.reason, wall_seconds=time.monotonic() - start)
-    return _combine(case, number, limits, [rank for ranks in metrics for rank in ranks], time.monotonic() - start)
+    return combine_ranks(case, number, limits, [rank for ranks in metrics for rank in ranks], time.monotonic() - start)
 
 
-def _combine(case: BenchCase, number: int, limits: TrialLimits, ranks: list[RankMetrics], wall_seconds: float) -> Trial:
+def combine_ranks(
+    case: BenchCase, number: int, limits: TrialLimits, ranks: list[RankMetrics], wall_seconds: float
+) -> Trial:
     """The slowest rank counts. CPU time not used by our ranks is attributed to other processes."""
     own = sum(rank.own_cpu_seconds for rank in ranks[: case.processes])
     foreign = (ranks[0].busy_cpu_seconds - own) / ranks[0].window_seconds
