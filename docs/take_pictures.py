@@ -23,7 +23,7 @@ LARGE = (
     "pattern=2048x1,8192x4,32768x16,131072x64,1048576x512&tokens=1M&ranks=1024&layout=contiguous&heads=32&kv_heads=8"
 )
 PACKED = "pattern=full&lengths=40,6*4&layout=balanced&heads=1&kv_heads=1&query=30"
-NODES = "pattern=full&causal=false&ranks=8&routing=node&node=4&layout=contiguous&heads=1&kv_heads=1&hop=2"
+NODES = "pattern=full&causal=false&ranks=8&routing=by-node&ranks_per_node=4&layout=contiguous&heads=1&kv_heads=1&hop=2"
 # name: (viewport, colours, link, the card to show, or "" for the page)
 PICTURES: dict[str, tuple[dict[str, int], str, str, str]] = {
     "explorer_light": (DESKTOP, "light", "query=37", ""),

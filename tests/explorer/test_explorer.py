@@ -53,7 +53,7 @@ def test_numbers_are_those_of_the_plan(explorer: Explorer, seed: int) -> None:
         ({}, "ranks", "3", ALL),
         ({}, "layout", "contiguous", ALL),
         (dict(pattern="full", ranks="6", hop=3), "routing", "direct", {"ring", "costs"}),
-        (dict(pattern="full", ranks="4", routing="node"), "node", "4", {"ring", "costs"}),
+        (dict(pattern="full", ranks="4", routing="by-node"), "ranks_per_node", "4", {"ring", "costs"}),
         ({}, "heads", "8", {"ring", "costs"}),
         ({}, "kv_heads", "2", {"ring", "costs"}),
         ({}, "head_dim", "32", {"ring", "costs"}),
@@ -241,7 +241,9 @@ def test_exports_are_pictures(explorer: Explorer, view: str, tmp_path: Path) -> 
 
 def test_copied_python_gives_the_numbers_shown(browser: Any, home: str) -> None:
     with Explorer(browser, home, permissions=["clipboard-read", "clipboard-write"]) as explorer:
-        explorer.open(fragment(dict(pattern="window 3 + 16x2 shift 4", ranks="6", routing="node", node="3")))
+        explorer.open(
+            fragment(dict(pattern="window 3 + 16x2 shift 4", ranks="6", routing="by-node", ranks_per_node="3"))
+        )
         explorer.page.click("#python")
         copied = explorer.page.evaluate("() => navigator.clipboard.readText()")
         names: dict[str, Any] = {}
