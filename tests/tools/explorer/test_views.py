@@ -120,6 +120,23 @@ def test_hops_together_are_the_plan(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("settings", CASES, ids=lambda case: str(case.get("pattern")))
+def test_messages_hold_rows_of_their_owner(settings: dict[str, Any]) -> None:
+    plan = ExplorerSettings.of(settings).ring
+    held = {
+        rank: {row for span in plan.layout.spans(rank) for row in range(span.start, span.stop)}
+        for rank in range(plan.layout.ring_size)
+    }
+    for number in range(ask("hop", settings, number=0)["hops"]):
+        by_head = [ask("hop", settings, number=number, head=head)["moves"] for head in range(plan.sizes.kv_heads)]
+        for moves in zip(*by_head, strict=True):
+            rows = [range(*place) for move in moves for place in move["places"]]
+            assert sum(map(len, rows)) == moves[0]["rows"]
+            shard = moves[0]["owner"] - moves[0]["owner"] % plan.head_ranks
+            owners = range(shard, shard + plan.head_ranks)
+            assert {row for some in rows for row in some} <= set().union(*(held[owner] for owner in owners))
+
+
+@pytest.mark.parametrize("settings", CASES, ids=lambda case: str(case.get("pattern")))
 def test_every_row_is_held_once_and_keys_are_where_they_are_held(settings: dict[str, Any]) -> None:
     chosen = ExplorerSettings.of(settings)
     found = ask("holdings", settings)

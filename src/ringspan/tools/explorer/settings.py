@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import ringspan as rs
 from ringspan.balance import Balanced
@@ -81,7 +81,7 @@ class ExplorerSettings:
     @property
     def cells(self) -> list[int]:
         """The row-major index of the cell at each place of the sequence."""
-        return _cells(self.order, self.shape)  # type: ignore[arg-type]
+        return _cells(self.order, self.shape)
 
     @property
     def seen(self) -> Pattern:
@@ -144,8 +144,8 @@ def _plan(settings: ExplorerSettings) -> RingPlan:
 
 
 @lru_cache(maxsize=8)
-def _cells(curve: CurveName, shape: tuple[int, ...]) -> list[int]:
-    return cells_in_order(curve, shape)
+def _cells(curve: str, shape: tuple[int, ...]) -> list[int]:
+    return cells_in_order(cast(CurveName, curve), shape)
 
 
 def _count(name: str, text: str) -> int:

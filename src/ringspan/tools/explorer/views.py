@@ -8,18 +8,21 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
 from ringspan.geometry import SegmentBranch, keys_seen, unselected_warning
 from ringspan.geometry.density import Rows, pairs_in_cells
-from ringspan.planning import ByNode, Hop, RingPlan
+from ringspan.planning import ByNode, Hop, Parcel, RingPlan, packing_from_sequence
+from ringspan.planning.heads import heads_of, inside_ring
 from ringspan.planning.routes import node_of
 from ringspan.tools.explorer.baselines import all_gather, plain_ring
 from ringspan.tools.explorer.settings import ExplorerSettings
 
 _MOST_SPANS = 4096
 _MOST_CELLS = 128 * 128
+_MOST_PARCELS = 16  # of one message, whose rows are listed
 _FEW_RANKS = 8  # of a large ring are shown in the ring view
 
 
@@ -158,22 +161,25 @@ def holdings(settings: ExplorerSettings) -> dict[str, Any]:
     }
 
 
-def hop(settings: ExplorerSettings, *, number: int, ranks: Sequence[int] = ()) -> dict[str, Any]:
+def hop(settings: ExplorerSettings, *, number: int, ranks: Sequence[int] = (), head: int = 0) -> dict[str, Any]:
     """What some ranks, by default all of a small ring and a few of a large one, send, receive and compute at a hop.
 
     While hop ``number`` is computed, the parcels of the next hop are transferred; these are ``moves``. ``heads`` are
-    the rows that head ranks exchange for heads: before the first hop, and after the last.
+    the rows that head ranks exchange for heads: before the first hop, and after the last. ``places`` are the rows that
+    a message holds for the KV head ``head``.
     """
     plan = settings.ring
     ranks = ranks or _ranks_shown(plan)
     hops = max(len(plan.rank(rank).hops) for rank in ranks)
     if not 0 <= number < hops:
         raise ValueError(f"hop={number}: the plan has hops 0 to {hops - 1}")
-    computed, moves, heads = {}, [], []
+    computed: dict[int, Any] = {}
+    moves: list[Any] = []
+    heads: list[Any] = []
     for rank in ranks:
         now, following = plan.rank(rank).hop(number), plan.rank(rank).hop(number + 1)
         computed[rank] = {"pairs": _pairs(now) * plan.queries_per_kv_head, "keys_of": _keys_of(plan, now, rank)}
-        moves += _moves(plan, rank, following)
+        moves += _moves(plan, rank, following, head)
         heads += _exchanged(plan, rank, first=number == 0, last=number == hops - 1)
     return dict(hops=hops, number=number, ranks=list(ranks), computed=computed, moves=moves, heads=heads)
 
@@ -203,17 +209,32 @@ def _in_ring(plan: RingPlan, peer: int, rank: int) -> int:
     return peer * plan.head_ranks + rank % plan.head_ranks
 
 
-def _moves(plan: RingPlan, rank: int, following: Hop) -> list[dict[str, int]]:
+def _moves(plan: RingPlan, rank: int, following: Hop, head: int) -> list[dict[str, Any]]:
     """The messages that a rank sends for the next hop, those of one owner to one peer together."""
-    rows: dict[tuple[int, int], int] = defaultdict(int)
+    parcels: dict[tuple[int, int], list[Parcel]] = defaultdict(list)
     for message in following.sends:
         peer, owner = (_in_ring(plan, one, rank) for one in (message.peer, message.parcel.owner))
-        rows[peer, owner] += message.parcel.rows
-    return [
-        {"from": rank, "to": peer, "owner": owner, "rows": count, "bytes": count * plan.sizes.parcel_row_bytes}
-        | _across(plan, rank, peer)
-        for (peer, owner), count in sorted(rows.items())
-    ]
+        parcels[peer, owner].append(message.parcel)
+    found = []
+    for (peer, owner), sent in sorted(parcels.items()):
+        rows = sum(parcel.rows for parcel in sent)
+        places = [place for parcel in sent[:_MOST_PARCELS] for place in _places(plan, rank, parcel, head)]
+        move = {"from": rank, "to": peer, "owner": owner, "rows": rows, "bytes": rows * plan.sizes.parcel_row_bytes}
+        found.append({**move, "places": places, **_across(plan, rank, peer)})
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _places(plan: RingPlan, rank: int, parcel: Parcel, head: int) -> tuple[tuple[int, int, int], ...]:
+    """The rows of the sequence that a parcel holds for a KV head, as ranges (start, stop, step)."""
+    pattern, layout, _, kv_heads, _ = inside_ring(plan.pattern, plan.layout, rank, plan.sizes.kv_heads, plan.routing)
+    packing = packing_from_sequence(parcel, pattern, plan.documents, layout, kv_heads, plan.causal, plan.costs)
+    own = head - heads_of(rank % plan.head_ranks, plan.sizes.kv_heads, plan.head_ranks).start
+    found = []
+    for rows in (comb for comb, _ in packing.combs if own in comb.head_range):
+        first = rows.start + rows.head_range.index(own) * rows.head_step
+        found += [(first + i * rows.stride, rows.rows, rows.step) for i in range(rows.segments)]
+    return tuple(sorted((first, first + (count - 1) * step + 1, step) for first, count, step in found))
 
 
 def _across(plan: RingPlan, rank: int, peer: int) -> dict[str, bool]:
