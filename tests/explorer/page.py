@@ -54,9 +54,13 @@ class Explorer:
 
     def show(self, **settings: Any) -> None:
         """Show these settings and selections; all others are defaults."""
+        self.follow(fragment(settings))
+
+    def follow(self, link: str) -> None:
+        """Show the state of a link."""
         script = "link => { document.body.dataset.done ||= 'yes'; window.location.hash = link || 'head=0'; }"
         self.page.mouse.move(0, 0)  # points at nothing
-        self.page.evaluate(script, fragment(settings))
+        self.page.evaluate(script, link)
         self.page.evaluate("() => new Promise(done => setTimeout(done, 50))")
         self.wait()
 
