@@ -12,7 +12,7 @@ _OPTIONS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
 )
-_TIMEOUT = 120_000  # milliseconds, on a busy machine
+_TIMEOUT = 60_000  # milliseconds, on a busy machine
 
 
 def launch(playwright: Any, chromium: str) -> Any:

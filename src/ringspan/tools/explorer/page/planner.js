@@ -63,8 +63,9 @@ export function ask(view, settings, args = {}, kind = view) {
   const text = JSON.stringify(settings);
   if (refused.has(text)) return Promise.resolve({ error: refused.get(text) });
   return new Promise((resolve) => {
-    waiting.get(kind)?.resolve(null);
-    waiting.delete(kind);
+    for (const [other, question] of waiting) {
+      if (other === kind || question.settings !== text) { waiting.delete(other); question.resolve(null); }
+    }
     number += 1;
     waiting.set(kind, { id: number, settings: text, asked: { view, settings, ...args }, resolve });
     if (current && current.settings !== text && performance.now() - current.since > IMPATIENCE) { restart(); settle(null); }
