@@ -12,6 +12,11 @@ _OPTIONS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
 )
+# Counts how far things move while the page loads: the cumulative layout shift.
+SHIFTS = (
+    "window.shifts = 0; new PerformanceObserver(list => { for (const one of list.getEntries()) "
+    "if (!one.hadRecentInput) window.shifts += one.value; }).observe({type: 'layout-shift', buffered: true});"
+)
 _TIMEOUT = 60_000  # milliseconds, on a busy machine
 
 

@@ -11,7 +11,7 @@ from matplotlib import image
 
 from ringspan.tools.explorer.settings import ExplorerSettings
 from ringspan.tools.explorer.views import answer
-from tests.explorer.page import VIEWS, Explorer, fragment
+from tests.explorer.page import SHIFTS, VIEWS, Explorer, fragment
 from tests.tools.explorer.test_views import random_settings, refusal_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("explorer")]
@@ -400,11 +400,10 @@ def test_controls_and_figures_have_names(explorer: Explorer) -> None:
     assert unnamed == []
 
 
-def test_loading_moves_nothing(browser: Any, home: str) -> None:
-    with Explorer(browser, home, viewport=dict(width=1400, height=900)) as explorer:
-        explorer.context.add_init_script(
-            "window.shifts = 0; new PerformanceObserver(list => { for (const one of list.getEntries()) "
-            "if (!one.hadRecentInput) window.shifts += one.value; }).observe({type: 'layout-shift', buffered: true});"
-        )
-        explorer.open()
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("settings", [{}, GRID], ids=["text", "grid"])
+def test_loading_moves_nothing(browser: Any, home: str, width: int, settings: dict[str, Any]) -> None:
+    with Explorer(browser, home, viewport=dict(width=width, height=844)) as explorer:
+        explorer.context.add_init_script(SHIFTS)
+        explorer.open(fragment(settings))
         assert explorer.page.evaluate("window.shifts") < 0.1  # what Web Vitals calls good

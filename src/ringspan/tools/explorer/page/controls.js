@@ -26,7 +26,6 @@ export function setUpControls() {
   byId("reset").addEventListener("click", reset);
   setUpTerms((pattern) => change({ settings: { pattern } }));
   onChange((changed) => { if (changed.settings) show(); });
-  if (window.matchMedia("(max-width: 46rem)").matches) byId("panel").open = false;
   const stick = () => { form.style.top = `${Math.min(0, window.innerHeight - form.offsetHeight)}px`; }; // stays in sight, down to its end
   new ResizeObserver(stick).observe(form);
   window.addEventListener("resize", stick);
