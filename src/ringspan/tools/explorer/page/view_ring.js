@@ -87,7 +87,7 @@ const angle = (rank) => {
   const gap = shown.ranks.length < facts.ranks ? 0.06 : 0;
   return 2 * Math.PI * (gap + (rank / (facts.ranks - (gap ? 1 : 0) || 1)) * (1 - 2 * gap)) - Math.PI / 2;
 };
-const ring = () => (facts.ranks > 24 ? 232 : 212);
+const ring = () => (facts.ranks > 24 ? 226 : 194);
 const at = (rank, radius = ring()) => [CENTRE + radius * Math.cos(angle(rank)), CENTRE + radius * Math.sin(angle(rank))];
 
 function draw() {
@@ -115,13 +115,12 @@ function draw() {
   const unit = unitOf(box, SIDE);
   const busiest = Math.max(1, ...Object.values(computed).map((one) => one.pairs));
   for (const rank of shown.ranks) made.append(node(rank, computed[rank], busiest, radius()));
-  made.append(...packets.map((packet) => packet.shape));
-  made.append(element("g", { id: "holders" }));
   made.append(
     text(CENTRE, CENTRE - 13 * unit, number === 0 ? "hop 0: own rows" : `hop ${whole(number)}`, { "text-anchor": "middle", class: "strong big halo" }),
     text(CENTRE, CENTRE + 4 * unit, last ? "the last: nothing moves" : total ? `meanwhile ${bytes(total)} move` : "nothing moves", { "text-anchor": "middle", class: "halo" }),
     text(CENTRE, CENTRE + 19 * unit, sampled ? `${shown.ranks.length} of ${whole(facts.ranks)} ranks are shown` : last || !total ? "" : `in ${moves.length} ${moves.length === 1 ? "message" : "messages"}, for hop ${whole(number + 1)}`, { "text-anchor": "middle", class: "halo" }),
   );
+  made.append(element("g", { id: "holders" }), ...packets.map((packet) => packet.shape));
   show(box, made);
   markRing(keys);
   showReadout();
