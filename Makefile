@@ -19,14 +19,15 @@ run: $(READY)  ## verify rings of 1, 2 and 4 local processes, and write a report
 test: lint  ## lint, types and the fast tests (under 5 minutes on two cores)
 	@$(PYTEST) -m "not slow" --ignore tests/integrations
 
-test-rest: $(INTEGRATIONS)  ## what test leaves out: slow tests, random tests with all examples, integrations (about 7 minutes)
+test-rest: $(INTEGRATIONS)  ## what test leaves out: slow tests, random tests with all examples, integrations, the explorer (about 10 minutes)
 	@$(PYTEST) -m "slow or hypothesis" --hypothesis-profile full --ignore tests/integrations --ignore tests/explorer
 	@$(BIN)/python -m pytest -q tests/integrations
+	@$(MAKE) --no-print-directory test-explorer
 
 test-all: test test-rest  ## test, then test-rest (about 12 minutes on two cores)
 
-test-explorer: $(READY)  ## the explorer in a real browser (needs chromium and npm)
-	@$(BIN)/python -m pytest -q tests/explorer
+test-explorer: $(READY)  ## the explorer in a real browser (needs chromium and npm; about 2 minutes)
+	@.ci/browser || exit 0; $(BIN)/python -m pytest -q tests/explorer
 
 docs: $(INTEGRATIONS)  ## build the documentation site and the explorer into docs/_build (npm fetches Pyodide once)
 	@$(BIN)/sphinx-build -q -W docs docs/_build
@@ -36,7 +37,7 @@ explorer: $(READY)  ## build the explorer alone into docs/_build/explorer (npm f
 	@$(BIN)/ringspan explore --out docs/_build/explorer
 
 pictures: $(READY)  ## take the explorer's screenshots for the docs again (needs chromium)
-	@$(BIN)/python docs/take_pictures.py
+	@PYTHONPATH=. $(BIN)/python docs/take_pictures.py
 
 versions: test-all  ## test everything, and list the versions in docs/versions.md
 	@$(BIN)/python docs/write_versions.py

@@ -56,6 +56,7 @@ SUITES = {
     "transformers_models": Entry(
         "Transformers model types against eager attention", 4, 15, "docs/transformers_models.md"
     ),
+    "explorer": Entry("The explorer in Chromium: size, loading, plans of large rings", 2, 5, "docs/explorer.md"),
 }
 
 

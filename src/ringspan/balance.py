@@ -226,8 +226,10 @@ class _Documents:
 def _take(work: Callable[[int], int], first: int, last: int, rows: int, wanted: int) -> tuple[int, int]:
     """How many rows to take from the front and from the back of ``first .. last - 1`` for the wanted rows and work."""
 
+    wanted += work(first) - work(last)
+
     def missing(back: int, rows: int) -> int:
-        return wanted - (work(first + rows - back) - work(first) + work(last) - work(last - back))
+        return wanted - (work(first + rows - back) - work(last - back))
 
     rows = min(rows, last - first)
     if missing(rows, rows) > 0:  # even at the back, so few rows have too little work

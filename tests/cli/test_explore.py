@@ -82,6 +82,9 @@ def test_it_serves_this_machine_only(pyodide: Path) -> None:
         (["--heads", "5", "--kv-heads", "2"], "heads=5, kv_heads=2"),
         (["--layout", "spiral"], "layout='spiral'"),
         (["--tokens", "many"], "tokens: 'many'"),
+        (["--head-ranks", "3"], "head_ranks=3, but the ring has 4 ranks"),
+        (["--optimize", "always"], "optimize='always'"),
+        (["--routing", "by-node", "--ranks-per-node", "0"], "ranks_per_node: '0'"),
     ],
 )
 def test_impossible_settings_are_refused(options: list[str], stem: str) -> None:
@@ -109,6 +112,10 @@ def test_a_plan_is_read_back(tmp_path: Path, pyodide: Path) -> None:
     assert [row[:4] for row in table["rows"][1:]] == [
         ["zigzag", str(rank), f"{ring.work(rank):,}", f"{ring.bytes_sent(rank):,}"] for rank in range(3)
     ]
+    options += ["--routing", "by-node", "--ranks-per-node", "3", "--layout", "contiguous"]
+    path.write_text(CliRunner().invoke(app, ["plan", *options]).output)
+    assert ExplorerSettings.of(read_result(path)[0]).ring.routing == rs.ByNode(3)
+    path.write_text(printed.output)
     assert "?result#" in run(str(path), "--out", str(tmp_path / "site"))
     assert json.loads((tmp_path / "site/result.json").read_text()) == table
 
@@ -134,11 +141,24 @@ def test_a_trace_is_read(tmp_path: Path) -> None:
         assert table["rows"][1:] == [["rank 1", "0", "0", "3", "192", "2.005"]]
         read = ExplorerSettings.of(dict(layout="contiguous") | settings).ring
         assert (read.pattern, read.layout, read.causal) == (ring.pattern, ring.layout, True)
+    for options in (dict(head_ranks=2), dict(routing=rs.ByNode(2)), dict(routing="direct", causal=True)):
+        other = rs.plan(rs.Window(9), 4096, ring_size=4, layout="zigzag", heads=4, kv_heads=2, **options)  # type: ignore[arg-type]
+        path.write_text(json.dumps(dict(otherData=dict(plan=str(other)), traceEvents=events)))
+        read = ExplorerSettings.of(read_result(path)[0]).ring
+        assert (read.layout, read.routing, read.causal) == (other.layout, other.routing, other.causal)
     path.write_text(json.dumps(dict(traceEvents=events)))
     assert read_result(path)[0] == {}
 
 
-@pytest.mark.parametrize("content", ["{}", "[1]", "no JSON", '{"checks": []}', '{"layouts": 3, "advice": null}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("{}", "[1]", "3", "no JSON", '{"checks": []}', '{"layouts": 3, "advice": null}', "[" * 100_000),
+        *('{"summaries": []}', '{"traceEvents": [{"pid": [], "name": "x", "ph": "X", "ts": 0, "dur": 0}]}'),
+        '{"traceEvents": [{"pid": 1, "name": "process_name", "ph": "X", "ts": "<b>", "dur": {}, "args": {"name": 1}}]}',
+    ],
+    ids=lambda content: content[:40],
+)
 def test_other_files_are_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "file.json"
     path.write_text(content)

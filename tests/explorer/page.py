@@ -12,7 +12,12 @@ _OPTIONS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
 )
-_TIMEOUT = 120_000  # milliseconds, on a busy machine
+# Counts how far things move while the page loads: the cumulative layout shift.
+SHIFTS = (
+    "window.shifts = 0; new PerformanceObserver(list => { for (const one of list.getEntries()) "
+    "if (!one.hadRecentInput) window.shifts += one.value; }).observe({type: 'layout-shift', buffered: true});"
+)
+_TIMEOUT = 60_000  # milliseconds, on a busy machine
 
 
 def launch(playwright: Any, chromium: str) -> Any:
@@ -54,9 +59,13 @@ class Explorer:
 
     def show(self, **settings: Any) -> None:
         """Show these settings and selections; all others are defaults."""
+        self.follow(fragment(settings))
+
+    def follow(self, link: str) -> None:
+        """Show the state of a link."""
         script = "link => { document.body.dataset.done ||= 'yes'; window.location.hash = link || 'head=0'; }"
         self.page.mouse.move(0, 0)  # points at nothing
-        self.page.evaluate(script, fragment(settings))
+        self.page.evaluate(script, link)
         self.page.evaluate("() => new Promise(done => setTimeout(done, 50))")
         self.wait()
 

@@ -7,10 +7,11 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from matplotlib import image
 
 from ringspan.tools.explorer.settings import ExplorerSettings
 from ringspan.tools.explorer.views import answer
-from tests.explorer.page import VIEWS, Explorer, fragment
+from tests.explorer.page import SHIFTS, VIEWS, Explorer, fragment
 from tests.tools.explorer.test_views import random_settings, refusal_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("explorer")]
@@ -53,7 +54,9 @@ def test_numbers_are_those_of_the_plan(explorer: Explorer, seed: int) -> None:
         ({}, "ranks", "3", ALL),
         ({}, "layout", "contiguous", ALL),
         (dict(pattern="full", ranks="6", hop=3), "routing", "direct", {"ring", "costs"}),
-        (dict(pattern="full", ranks="4", routing="node"), "node", "4", {"ring", "costs"}),
+        (dict(pattern="full", ranks="4", routing="by-node"), "ranks_per_node", "4", {"ring", "costs"}),
+        (dict(heads="8", kv_heads="8"), "head_ranks", "2", {"matrix", "ring", "holdings", "costs"}),
+        (dict(pattern="16x1,32x1", causal=False), "optimize", "none", {"ring", "costs"}),
         ({}, "heads", "8", {"ring", "costs"}),
         ({}, "kv_heads", "2", {"ring", "costs"}),
         ({}, "head_dim", "32", {"ring", "costs"}),
@@ -82,12 +85,38 @@ def test_each_control_changes_its_views(
     assert explorer.settings()[control] == str(value).lower()
 
 
-@pytest.mark.parametrize(("select", "value", "changed"), [("#head", "1", {"matrix"}), ("#branch", "1", {"matrix"})])
-def test_head_and_branch(explorer: Explorer, select: str, value: str, changed: set[str]) -> None:
-    was = explorer.drawn()
+@pytest.mark.parametrize(("select", "value"), [("#head", "1"), ("#branch", "1")])
+def test_head_and_branch(explorer: Explorer, select: str, value: str) -> None:
+    explorer.show(query=24)
+    was, moves = explorer.drawn(), explorer.page.inner_html("#moves")
     explorer.page.select_option(select, value)
     explorer.wait()
-    assert {name for name in VIEWS if explorer.drawn()[name] != was[name]} == changed
+    now = explorer.drawn()
+    assert now["matrix"] != was["matrix"]
+    assert (explorer.page.inner_html("#moves") != moves) == (select == "#head")  # which rows of the head are sent
+
+
+def test_a_query_and_a_rank_are_shown_in_all_views(explorer: Explorer) -> None:
+    explorer.show(**GRID)
+    was = explorer.drawn()
+    explorer.page.focus("#matrix")
+    explorer.page.keyboard.press("End")
+    explorer.wait()
+    chosen = explorer.drawn()
+    assert {name for name in VIEWS if chosen[name] != was[name]} == {"matrix", "ring", "holdings", "grid"}
+    explorer.page.click("#costs [data-rank='2']")
+    explorer.wait()
+    followed = explorer.drawn()
+    assert {name for name in VIEWS if followed[name] != chosen[name]} == set(VIEWS)
+    assert explorer.page.inner_text("#ring-text").startswith("Rank 2 computes ")
+
+
+def test_a_hop_is_marked_in_the_matrix(explorer: Explorer) -> None:
+    explorer.show(pattern="full", layout="contiguous")
+    assert explorer.page.locator("#blocks rect").count() == 0
+    explorer.page.click("#forward")
+    explorer.wait()
+    assert explorer.page.locator("#blocks rect").count() == 3  # causal: rank r with the keys of rank r - 1
 
 
 def test_examples_and_the_builder(explorer: Explorer) -> None:
@@ -100,18 +129,32 @@ def test_examples_and_the_builder(explorer: Explorer) -> None:
         assert explorer.error() == "", name
         assert page.input_value("#preset") == name
     explorer.show()
-    page.fill("#first", "64")
-    page.fill("#second", "8")
-    page.click("#add")
-    explorer.wait()
-    assert page.input_value("[name=pattern]") == "8x1,32x4,64x8"
-    page.select_option("#kind", "window")
-    page.click("#add")
-    explorer.wait()
-    assert page.input_value("[name=pattern]") == "8x1,32x4,64x8 + window 64 right 8"
-    page.click("#terms button[aria-label='Remove 32x4']")
-    explorer.wait()
-    assert page.input_value("[name=pattern]") == "8x1,64x8 + window 64 right 8"
+    page.click("#terms button[aria-label='Add a segment length and rate']")
+    steps: list[tuple[str, str, str]] = [
+        ("fill", "[aria-label='Segment length of branch 3']", "64"),
+        ("fill", "[aria-label='Rate of branch 3']", "8"),
+        ("select_option", "[aria-label='Head offsets']", "blocked"),
+        ("fill", "[aria-label='Shift']", "4"),
+        ("click", "#add-window", ""),
+        ("fill", "[aria-label='Window: rows to the right']", "2"),
+        ("fill", "[aria-label='Window: dilation']", "3"),
+        ("click", "button[aria-label='Remove 32x4']", ""),
+        ("click", "#add-full", ""),
+        ("click", "button[aria-label='Remove full']", ""),
+    ]
+    texts = [
+        *("8x1,32x4,64x16", "8x1,32x4,64x8", "8x1,32x4,64x8 blocked", "8x1,32x4,64x8 blocked shift 4"),
+        *("8x1,32x4,64x8 blocked shift 4 + window 7", "8x1,32x4,64x8 blocked shift 4 + window 7 right 2"),
+        "8x1,32x4,64x8 blocked shift 4 + window 7 right 2 dilation 3",
+        "8x1,64x8 blocked shift 4 + window 7 right 2 dilation 3",
+        "8x1,64x8 blocked shift 4 + window 7 right 2 dilation 3 + full",
+        "8x1,64x8 blocked shift 4 + window 7 right 2 dilation 3",
+    ]
+    for (act, where, value), text in zip(steps, texts, strict=True):
+        getattr(page, act)(where, *([value] if value else []))
+        page.wait_for_function("text => document.querySelector('[name=pattern]').value === text", arg=text)
+        explorer.wait()
+        assert explorer.error() == ""
     page.click("#reset")
     explorer.wait()
     assert explorer.settings() == {}
@@ -203,7 +246,8 @@ def test_reduced_motion_moves_nothing(browser: Any, home: str) -> None:
     "settings",
     [
         dict(pattern="8x0"), dict(tokens="0"), dict(heads="5", kv_heads="3"), dict(ranks="no"),
-        dict(lengths="3,,4"), dict(order="hilbert", grid="4xa"), dict(pattern="window -1"),
+        dict(lengths="3,,4"), dict(order="hilbert", grid="4xa"), dict(pattern="window -1"), dict(head_ranks="3"),
+        dict(optimize="always"), dict(layout="spiral"), dict(routing="by-node", ranks_per_node="0"),
     ],
     ids=fragment,
 )  # fmt: skip
@@ -233,15 +277,16 @@ def test_exports_are_pictures(explorer: Explorer, view: str, tmp_path: Path) -> 
             assert not re.search(r"class=|var\(", path.read_text())
             assert len({shape.get("fill") for shape in root.iter()}) > 3  # colours are in the file
         else:
-            content = path.read_bytes()
-            assert content[:8] == b"\x89PNG\r\n\x1a\n"
-            size = [int.from_bytes(content[i : i + 4], "big") for i in (16, 20)]
-            assert size == [int(2 * width), int(2 * height)]
+            pixels = image.imread(path)
+            assert pixels.shape[:2] == (int(2 * height), int(2 * width))
+            assert len({tuple(colour) for colour in pixels[::4, ::4].reshape(-1, pixels.shape[2])}) > 3  # not blank
 
 
 def test_copied_python_gives_the_numbers_shown(browser: Any, home: str) -> None:
     with Explorer(browser, home, permissions=["clipboard-read", "clipboard-write"]) as explorer:
-        explorer.open(fragment(dict(pattern="window 3 + 16x2 shift 4", ranks="6", routing="node", node="3")))
+        explorer.open(
+            fragment(dict(pattern="window 3 + 16x2 shift 4", ranks="6", routing="by-node", ranks_per_node="3"))
+        )
         explorer.page.click("#python")
         copied = explorer.page.evaluate("() => navigator.clipboard.readText()")
         names: dict[str, Any] = {}
@@ -251,6 +296,59 @@ def test_copied_python_gives_the_numbers_shown(browser: Any, home: str) -> None:
             assert names[name] == {rank: row[name] for rank, row in shown.items()}
         explorer.page.click("#link")
         assert explorer.page.evaluate("() => navigator.clipboard.readText()") == explorer.page.url
+
+
+HOSTILE = "<img src=x onerror=window.bad=1>"
+
+
+@pytest.mark.parametrize(
+    "link",
+    [
+        *(fragment({name: HOSTILE}) for name in ("pattern", "tokens", "layout", "dtype", "grid", "lengths", HOSTILE)),
+        *(fragment({name: "9" * 400}) for name in ("tokens", "ranks", "query", "hop", "cell", "pattern", "heads")),
+        fragment(dict(query=999999999, head=-7, branch=99, hop=-3, rank=10**14, cell=-4, top=10**9, left=-1)),
+        fragment(dict(tokens="1e300", head_dim="1e300", ranks="1")),
+        fragment(dict(lengths="1*1e15")),
+        fragment(dict(order="hilbert", grid="99999x99999")),
+        fragment(dict(pattern=",".join(f"{i}x1" for i in range(1, 60)))),
+        "%E0%A4%A&&==&#&pattern", "__proto__=1&constructor=2&pattern=full",
+    ],
+)  # fmt: skip
+def test_hostile_links_neither_inject_nor_stop_the_page(explorer: Explorer, link: str) -> None:
+    explorer.follow(link)
+    assert explorer.page.evaluate("window.bad") is None
+    assert explorer.page.locator("main img, #controls img").count() == 0
+    explorer.show()
+    assert explorer.error() == ""
+    assert len(explorer.costs()) == 4
+
+
+def test_a_plan_that_takes_too_long_is_given_up(explorer: Explorer) -> None:
+    explorer.follow(fragment(dict(pattern="1x1,1x1", tokens="64", lengths="1*3e7")))
+    assert explorer.error().startswith(("No answer within 15 seconds", "MemoryError"))
+    explorer.show(ranks="3")
+    assert explorer.error() == ""
+    assert len(explorer.costs()) == 3
+
+
+def test_loaded_results_are_text(browser: Any, home: str) -> None:
+    with Explorer(browser, home) as explorer:
+        rows = [["check", HOSTILE], *([[HOSTILE, str(i)] for i in range(3000)])]
+        explorer.page.route("**/result.json", lambda route: route.fulfill(json=dict(title=HOSTILE, rows=rows)))
+        explorer.open(f"{home}?result")
+        explorer.page.wait_for_selector("#measured tr")
+        assert HOSTILE in explorer.page.inner_text("#measured h2")
+        assert explorer.page.locator("#measured img").count() == 0
+        assert explorer.page.locator("#measured tr").count() == 1 + 1000
+        assert explorer.page.evaluate("window.bad") is None
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"title": 3, "rows": 4}', '{"title": 3, "rows": [null, 1]}'])
+def test_a_broken_result_is_an_error(browser: Any, home: str, content: str) -> None:
+    with Explorer(browser, home) as explorer:
+        explorer.page.route("**/result.json", lambda route: route.fulfill(body=content))
+        explorer.open(f"{home}?result")
+        assert explorer.error().startswith("result.json")
 
 
 def test_no_request_leaves_the_server_and_none_is_needed_later(browser: Any, home: str) -> None:
@@ -302,11 +400,10 @@ def test_controls_and_figures_have_names(explorer: Explorer) -> None:
     assert unnamed == []
 
 
-def test_loading_moves_nothing(browser: Any, home: str) -> None:
-    with Explorer(browser, home, viewport=dict(width=1400, height=900)) as explorer:
-        explorer.context.add_init_script(
-            "window.shifts = 0; new PerformanceObserver(list => { for (const one of list.getEntries()) "
-            "if (!one.hadRecentInput) window.shifts += one.value; }).observe({type: 'layout-shift', buffered: true});"
-        )
-        explorer.open()
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("settings", [{}, GRID], ids=["text", "grid"])
+def test_loading_moves_nothing(browser: Any, home: str, width: int, settings: dict[str, Any]) -> None:
+    with Explorer(browser, home, viewport=dict(width=width, height=844)) as explorer:
+        explorer.context.add_init_script(SHIFTS)
+        explorer.open(fragment(settings))
         assert explorer.page.evaluate("window.shifts") < 0.1  # what Web Vitals calls good

@@ -45,8 +45,18 @@ def explore(
         str | None, typer.Option("--ranks", "-k", metavar="COUNT", help="Ring size.", show_default=_EXAMPLE)
     ] = None,
     layout: Annotated[str | None, typer.Option(help="contiguous, zigzag or balanced.", show_default="zigzag")] = None,
-    routing: Annotated[str | None, typer.Option(help="relay, direct, or node.", show_default="relay")] = None,
-    node: Annotated[str | None, typer.Option(help="Ranks of a node, with --routing node.", show_default="2")] = None,
+    routing: Annotated[str | None, typer.Option(help="relay, direct or by-node.", show_default="relay")] = None,
+    ranks_per_node: Annotated[
+        str | None, typer.Option(metavar="COUNT", help="Ranks of a node, with --routing by-node.", show_default="2")
+    ] = None,
+    head_ranks: Annotated[
+        str | None,
+        typer.Option(metavar="COUNT", help="Ranks that hold a shard together and exchange heads.", show_default="1"),
+    ] = None,
+    optimize: Annotated[
+        str | None,
+        typer.Option(help="auto: no pair is computed twice where that is faster; or none.", show_default="auto"),
+    ] = None,
     heads: Annotated[str | None, typer.Option(help="Query heads.", show_default=_EXAMPLE)] = None,
     kv_heads: Annotated[str | None, typer.Option(help="KV heads.", show_default="same as heads")] = None,
     head_dim: Annotated[str | None, typer.Option(help="Head dimension.", show_default="64")] = None,
@@ -86,8 +96,9 @@ def explore(
     """
     found, table = ({}, None) if result is None else read_result(result)
     given = dict(
-        pattern=pattern, tokens=tokens, lengths=lengths, causal=causal, ranks=ranks, layout=layout, routing=routing,
-        node=node, heads=heads, kv_heads=kv_heads or heads, head_dim=head_dim, dtype=dtype, order=order, grid=grid,
+        pattern=pattern, tokens=tokens, lengths=lengths, causal=causal, order=order, grid=grid,
+        ranks=ranks, layout=layout, routing=routing, ranks_per_node=ranks_per_node, head_ranks=head_ranks,
+        optimize=optimize, heads=heads, kv_heads=kv_heads or heads, head_dim=head_dim, dtype=dtype,
     )  # fmt: skip
     fields: dict[str, Any] = found | {name: value for name, value in given.items() if value is not None}
     if fields.get("pattern") == SPANNING:

@@ -90,14 +90,36 @@ class Chain:
 
     def lanes(self, rows: RowClass, first: int, stop: int) -> list[Lane]:
         """For each KV head, the rows of a class in ``first .. stop - 1``; none for heads outside the chain."""
-        branch, members = self.levels[rows.level], set(self.heads)
-        phase = (first + branch.shift) % branch.segment_length
-        lanes = []
-        for head, offset in enumerate(branch.offsets):
-            skipped = (offset + rows.offset - phase) % branch.rate
-            count = -(-(stop - first - skipped) // branch.rate) if head in members else 0
-            lanes.append(Lane(first + skipped, max(0, count), branch.rate))
-        return lanes
+        rate = self.levels[rows.level].rate
+        return [
+            Lane(first + skipped, count, rate)
+            for skipped, count in self._selected(rows, self._phase(rows.level, first), stop - first)
+        ]
+
+    def selected(self, rows: RowClass, first: int, stop: int) -> int:
+        """The number of (row, KV head) pairs of a class in ``first .. stop - 1``."""
+        return sum(count for _, count in self._selected(rows, self._phase(rows.level, first), stop - first))
+
+    def _phase(self, level: int, row: int) -> int:
+        """The place of a row in its segment."""
+        branch = self.levels[level]
+        return (row + branch.shift) % branch.segment_length
+
+    def _selected(self, rows: RowClass, phase: int, length: int) -> list[Rows]:
+        """For each KV head, how many rows to skip and to take, of ``length`` rows from a place in a segment on."""
+        key = rows, phase % self.levels[rows.level].rate, length  # ranks with equal shares of rows ask the same
+        if key not in self._found_rows:
+            branch, members = self.levels[rows.level], set(self.heads)
+            found = self._found_rows[key] = []
+            for head, offset in enumerate(branch.offsets):
+                skipped = (offset + rows.offset - phase) % branch.rate
+                count = -(-(length - skipped) // branch.rate) if head in members else 0
+                found.append((skipped, max(0, count)))
+        return self._found_rows[key]
+
+    @cached_property
+    def _found_rows(self) -> dict[tuple[RowClass, int, int], list[Rows]]:
+        return {}
 
     def block(self, level: int, row: int) -> Rows:
         """The segment of a level that holds a row; it may begin before the document and end after it."""

@@ -163,7 +163,7 @@ class SharedSegment:
         ]
 
     def parcel(self, part: Strand) -> Parcel:
-        rows = sum(lane.rows for lanes in self.lanes(part) for lane in lanes)
+        rows = sum(self.chain.selected(RowClass(level), *rows) for rows, level in self.pieces(part))
         strand = (self.chain.heads[0], part.level, int(part.after))
         start = self.document + self.parts[part.part].start
         return Parcel(min(self.chain.numbers), start, strand, self.owner(part), rows)

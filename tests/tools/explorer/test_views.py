@@ -20,9 +20,11 @@ CASES: list[dict[str, Any]] = [
     {},
     dict(pattern="window 3 right 2 + 16x2", causal=False, tokens="50", ranks="3", layout="contiguous"),
     dict(pattern="8x1,32x4 blocked shift 3", lengths="20,1,7,30", layout="balanced", kv_heads="2"),
-    dict(pattern="full", ranks="6", routing="node", node="3", heads="1", kv_heads="1", dtype="float64"),
+    dict(pattern="full", ranks="6", routing="by-node", ranks_per_node="3", heads="1", kv_heads="1", dtype="float64"),
     dict(pattern="window 4 dilation 2", tokens="17", ranks="5", routing="direct"),
     dict(pattern="4x1,16x4", order="hilbert", grid="4x6", causal=False),
+    dict(pattern="8x1,16x2 + window 3", ranks="6", head_ranks="2", heads="8", kv_heads="2", optimize="none"),
+    dict(pattern="full", ranks="8", head_ranks="4", heads="8", kv_heads="2", routing="by-node", ranks_per_node="4"),
 ]
 
 
@@ -55,8 +57,10 @@ def random_settings(seed: int) -> dict[str, Any]:
         causal=draw.random() < 0.5,
         ranks=str(draw.choice([1, 2, 3, 4, 7, 8, 12])),
         layout=draw.choice(["contiguous", "zigzag", "balanced"]),
-        routing=draw.choice(["relay", "direct", "node"]),
-        node=str(draw.choice([1, 2, 4])),
+        head_ranks=draw.choice(["1", "1", "2"]),
+        optimize=draw.choice(["auto", "none"]),
+        routing=draw.choice(["relay", "direct", "by-node"]),
+        ranks_per_node=str(draw.choice([1, 2, 4])),
         heads=str(kv_heads * draw.choice([1, 2])) if draw.random() < 0.9 else "5",
         kv_heads=str(kv_heads),
         head_dim=str(draw.choice([8, 64])),
@@ -110,9 +114,26 @@ def test_hops_together_are_the_plan(settings: dict[str, Any]) -> None:
     hops += [ask("hop", settings, number=number) for number in range(1, hops[0]["hops"])]
     for rank in range(plan.layout.ring_size):
         assert sum(hop["computed"][str(rank)]["pairs"] for hop in hops) == plan.work(rank)
-        moves = [move for hop in hops for move in hop["moves"]]
+        moves = [move for hop in hops for move in (*hop["moves"], *hop["heads"])]
         assert sum(move["bytes"] for move in moves if move["from"] == rank) == plan.bytes_sent(rank)
         assert sum(move["bytes"] for move in moves if move["to"] == rank) == plan.bytes_received(rank)
+
+
+@pytest.mark.parametrize("settings", CASES, ids=lambda case: str(case.get("pattern")))
+def test_messages_hold_rows_of_their_owner(settings: dict[str, Any]) -> None:
+    plan = ExplorerSettings.of(settings).ring
+    held = {
+        rank: {row for span in plan.layout.spans(rank) for row in range(span.start, span.stop)}
+        for rank in range(plan.layout.ring_size)
+    }
+    for number in range(ask("hop", settings, number=0)["hops"]):
+        by_head = [ask("hop", settings, number=number, head=head)["moves"] for head in range(plan.sizes.kv_heads)]
+        for moves in zip(*by_head, strict=True):
+            rows = [range(*place) for move in moves for place in move["places"]]
+            assert sum(map(len, rows)) == moves[0]["rows"]
+            shard = moves[0]["owner"] - moves[0]["owner"] % plan.head_ranks
+            owners = range(shard, shard + plan.head_ranks)
+            assert {row for some in rows for row in some} <= set().union(*(held[owner] for owner in owners))
 
 
 @pytest.mark.parametrize("settings", CASES, ids=lambda case: str(case.get("pattern")))
@@ -174,6 +195,10 @@ def test_the_lines_of_python_give_the_numbers_shown(settings: dict[str, Any]) ->
         (dict(order="random"), "order='random'"),
         (dict(lengths="3,x"), "lengths: 'x'"),
         (dict(colour="red"), "colour='red': must be one of the settings"),
+        (dict(head_ranks="3"), "head_ranks=3, but the ring has 4 ranks"),
+        (dict(head_ranks="4", heads="6", kv_heads="6"), "6 query heads over 4 head ranks"),
+        (dict(optimize="always"), "optimize='always'"),
+        (dict(lengths="1*1e15"), "too large for the page"),
     ],
 )
 def test_impossible_settings_are_answered_with_the_error(settings: dict[str, Any], stem: str) -> None:

@@ -19,16 +19,11 @@ def read_result(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The settings of a result's case, and ``{"title": .., "rows": ..}``: a table with a head. Raises RunError."""
     try:
         document = json.loads(path.read_text())
-        for key, read in (
-            ("layouts", _from_plan),
-            ("summaries", _from_bench),
-            ("checks", _from_verify),
-            ("traceEvents", _from_trace),
-        ):
+        for key, read in _READERS.items():
             if key in document:
                 settings, title, rows = read(document)
                 return settings, {"title": f"{title}: {path.name}", "rows": rows}
-    except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, KeyError, TypeError, IndexError) as error:
+    except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
         raise RunError(f"{path}: is not a result that the explorer can read ({error!r}); {_WAY_OUT}") from error
     raise RunError(f"{path}: is not a result that the explorer can read; {_WAY_OUT}")
 
@@ -41,8 +36,8 @@ _PLANNED = (
         r"(?P<heads>\d+) heads(?: \((?P<kv_heads>\d+) KV\))? of (?P<head_dim>\d+), (?P<dtype>\w+)"
     ),
     re.compile(
-        r"(?P<pattern>[^;]+); n = (?P<tokens>[\d,]+) over (?P<ranks>\d+) ranks, (?P<layout>\w+)"
-        r"[^;]*?(?P<causal>, causal)?;"
+        r"(?P<pattern>[^;]+); n = (?P<tokens>[\d,]+) over (?P<ranks>\d+) ranks, (?P<layout>\w+)(?: \([^)]*\))?, "
+        r"(?P<routing>[^,;]+)(?:, (?P<head_ranks>\d+) head ranks)?(?P<causal>, causal)?;"
     ),
 )
 
@@ -50,7 +45,7 @@ _PLANNED = (
 def _from_plan(document: Mapping[str, Any]) -> tuple[dict[str, Any], str, Rows]:
     layout = document["advice"]["layout"] if document["advice"] else next(iter(document["layouts"]))
     sizes = document["sizes"]
-    settings = _settings(document, layout, document["pattern"], sizes) | {"routing": document["routing"]}
+    settings = _settings(document, layout, document["pattern"], sizes) | _routing(document["routing"])
     rows = [["layout", "rank", "pairs", "bytes sent forward", "bytes sent backward", "memory forward"]]
     for name, costs in document["layouts"].items():
         for rank in costs["ranks"]:
@@ -112,7 +107,22 @@ def _settings_of_text(text: str) -> dict[str, Any]:
     if "heads" in stated:
         stated.setdefault("kv_heads", stated["heads"])
     counts = {name: stated[name].replace(",", "") for name in ("tokens", "ranks")}
-    return stated | counts | {"causal": (found["causal"] or "not").strip(", ") == "causal"}
+    return (
+        stated
+        | counts
+        | _routing(stated.get("routing", "relay"))
+        | {"causal": (found["causal"] or "not").strip(", ") == "causal"}
+    )
+
+
+def _routing(text: str) -> dict[str, str]:
+    """The settings of a routing, as `str` writes it.
+
+    >>> _routing("relay by nodes of 4")
+    {'routing': 'by-node', 'ranks_per_node': '4'}
+    """
+    _, by_node, size = text.partition(" by nodes of ")
+    return {"routing": "by-node", "ranks_per_node": size} if by_node else {"routing": text}
 
 
 def _settings(case: Mapping[str, Any], layout: str, pattern: str, sizes: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import ringspan as rs
 from ringspan.balance import Balanced
@@ -30,7 +31,9 @@ class ExplorerSettings:
     ranks: str = "4"
     layout: str = "zigzag"
     routing: str = "relay"
-    node: str = "2"
+    ranks_per_node: str = "2"
+    head_ranks: str = "1"
+    optimize: str = "auto"
     heads: str = "4"
     kv_heads: str = "4"
     head_dim: str = "64"
@@ -55,7 +58,7 @@ class ExplorerSettings:
     def rows(self) -> int:
         """The length of the sequence: the cells of the grid, the sum of the documents, or the tokens."""
         if self.order:
-            return len(self.cells)
+            return math.prod(self.shape)
         return sum(self.documents) if self.documents else _count("tokens", self.tokens)
 
     @property
@@ -71,13 +74,13 @@ class ExplorerSettings:
     @property
     def shape(self) -> tuple[int, ...]:
         """The sides of the grid."""
+        if self.order not in get_args(CurveName):
+            raise ValueError(f"order={self.order!r}: must be one of {', '.join(ORDERS)}")
         return grid_shape([_count("grid", side) for side in self.grid.lower().split("x")])
 
     @property
     def cells(self) -> list[int]:
         """The row-major index of the cell at each place of the sequence."""
-        if self.order not in get_args(CurveName):
-            raise ValueError(f"order={self.order!r}: must be one of {', '.join(ORDERS)}")
         return _cells(self.order, self.shape)
 
     @property
@@ -92,15 +95,20 @@ class ExplorerSettings:
     def plan_options(self) -> dict[str, Any]:
         """The keyword arguments of `rs.plan`."""
         check_layout_name(self.layout)
-        if self.routing not in ("relay", "direct", "node"):
-            raise ValueError(f"routing={self.routing!r}: must be relay, direct or node")
+        if self.routing not in ("relay", "direct", "by-node"):
+            raise ValueError(f"routing={self.routing!r}: must be relay, direct or by-node")
         seen, packed = self.seen, self.documents
         layout: AnyLayout = Balanced(seen, self.causal) if self.layout == "balanced" else self.layout  # type: ignore[assignment]
-        routing: Routing = ByNode(_count("node", self.node)) if self.routing == "node" else self.routing  # type: ignore[assignment]
+        routing: Routing = self.routing  # type: ignore[assignment]
+        if self.routing == "by-node":
+            routing = ByNode(_count("ranks_per_node", self.ranks_per_node))
         options: dict[str, Any] = dict(ring_size=_count("ranks", self.ranks), layout=layout, causal=self.causal)
         options |= dict(routing=routing, heads=_count("heads", self.heads), kv_heads=_count("kv_heads", self.kv_heads))
         options |= dict(head_dim=_count("head_dim", self.head_dim), dtype=self.dtype)
-        return options | (dict(lengths=packed) if packed else {})
+        head_ranks = _count("head_ranks", self.head_ranks)
+        given = dict(lengths=packed, head_ranks=head_ranks, optimize=self.optimize)
+        unless: dict[str, Any] = dict(lengths=(), head_ranks=1, optimize="auto")
+        return options | {name: value for name, value in given.items() if value != unless[name]}
 
     @property
     def python(self) -> str:
@@ -136,8 +144,8 @@ def _plan(settings: ExplorerSettings) -> RingPlan:
 
 
 @lru_cache(maxsize=8)
-def _cells(curve: CurveName, shape: tuple[int, ...]) -> list[int]:
-    return cells_in_order(curve, shape)
+def _cells(curve: str, shape: tuple[int, ...]) -> list[int]:
+    return cells_in_order(cast(CurveName, curve), shape)
 
 
 def _count(name: str, text: str) -> int:

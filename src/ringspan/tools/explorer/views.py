@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
 from ringspan.geometry import SegmentBranch, keys_seen, unselected_warning
 from ringspan.geometry.density import Rows, pairs_in_cells
-from ringspan.planning import Hop, RingPlan
+from ringspan.planning import ByNode, Hop, Parcel, RingPlan, packing_from_sequence
+from ringspan.planning.heads import heads_of, inside_ring
 from ringspan.planning.routes import node_of
 from ringspan.tools.explorer.baselines import all_gather, plain_ring
 from ringspan.tools.explorer.settings import ExplorerSettings
 
 _MOST_SPANS = 4096
 _MOST_CELLS = 128 * 128
+_MOST_PARCELS = 16  # of one message, whose rows are listed
 _FEW_RANKS = 8  # of a large ring are shown in the ring view
 
 
@@ -37,6 +40,8 @@ def answer(question: str) -> str:
         return json.dumps(VIEWS[asked.pop("view")](settings, **asked))
     except (ValueError, TypeError) as error:
         return json.dumps({"error": str(error)})
+    except (MemoryError, RecursionError, OverflowError) as error:
+        return json.dumps({"error": f"{type(error).__name__}: these settings are too large for the page"})
 
 
 def overview(settings: ExplorerSettings) -> dict[str, Any]:
@@ -53,6 +58,8 @@ def overview(settings: ExplorerSettings) -> dict[str, Any]:
         "causal": plan.causal,
         "heads": sizes.heads,
         "kv_heads": sizes.kv_heads,
+        "head_ranks": plan.head_ranks,
+        "ranks_per_node": plan.routing.ranks_per_node if isinstance(plan.routing, ByNode) else 0,
         "branches": [_branch_text(branch) for branch in plan.pattern.branches(plan.layout.rows, sizes.kv_heads)],
         "sample": list(plan.sample),
         "shown": list(_ranks_shown(plan)),
@@ -154,20 +161,27 @@ def holdings(settings: ExplorerSettings) -> dict[str, Any]:
     }
 
 
-def hop(settings: ExplorerSettings, *, number: int, ranks: Sequence[int] = ()) -> dict[str, Any]:
+def hop(settings: ExplorerSettings, *, number: int, ranks: Sequence[int] = (), head: int = 0) -> dict[str, Any]:
     """What some ranks, by default all of a small ring and a few of a large one, send, receive and compute at a hop.
 
-    While hop ``number`` is computed, the parcels of the next hop are transferred; these are ``moves``.
+    While hop ``number`` is computed, the parcels of the next hop are transferred; these are ``moves``. ``heads`` are
+    the rows that head ranks exchange for heads: before the first hop, and after the last. ``places`` are the rows that
+    a message holds for the KV head ``head``.
     """
     plan = settings.ring
     ranks = ranks or _ranks_shown(plan)
     hops = max(len(plan.rank(rank).hops) for rank in ranks)
-    computed, moves = {}, []
+    if not 0 <= number < hops:
+        raise ValueError(f"hop={number}: the plan has hops 0 to {hops - 1}")
+    computed: dict[int, Any] = {}
+    moves: list[Any] = []
+    heads: list[Any] = []
     for rank in ranks:
         now, following = plan.rank(rank).hop(number), plan.rank(rank).hop(number + 1)
-        computed[rank] = {"pairs": _pairs(now) * plan.queries_per_kv_head, "keys_of": _keys_of(now, rank)}
-        moves += _moves(plan, rank, following)
-    return {"hops": hops, "number": number, "ranks": list(ranks), "computed": computed, "moves": moves}
+        computed[rank] = {"pairs": _pairs(now) * plan.queries_per_kv_head, "keys_of": _keys_of(plan, now, rank)}
+        moves += _moves(plan, rank, following, head)
+        heads += _exchanged(plan, rank, first=number == 0, last=number == hops - 1)
+    return dict(hops=hops, number=number, ranks=list(ranks), computed=computed, moves=moves, heads=heads)
 
 
 def _ranks_shown(plan: RingPlan) -> Sequence[int]:
@@ -182,28 +196,66 @@ def _pairs(now: Hop) -> int:
     return sum(tile.pairs for tile in now.tiles)
 
 
-def _keys_of(now: Hop, rank: int) -> list[list[int]]:
+def _keys_of(plan: RingPlan, now: Hop, rank: int) -> list[list[int]]:
     """(owner of the keys, pairs computed against them) at a hop."""
     found: dict[int, int] = defaultdict(int)
     for tile in now.tiles:
-        found[rank if tile.parcel is None else tile.parcel.owner] += tile.pairs
-    return [[owner, pairs] for owner, pairs in sorted(found.items())]
+        found[rank if tile.parcel is None else _in_ring(plan, tile.parcel.owner, rank)] += tile.pairs
+    return [[owner, pairs * plan.queries_per_kv_head] for owner, pairs in sorted(found.items())]
 
 
-def _moves(plan: RingPlan, rank: int, following: Hop) -> list[dict[str, int]]:
+def _in_ring(plan: RingPlan, peer: int, rank: int) -> int:
+    """The number, in the whole ring, of a peer in the ring of the ranks that compute the same heads as ``rank``."""
+    return peer * plan.head_ranks + rank % plan.head_ranks
+
+
+def _moves(plan: RingPlan, rank: int, following: Hop, head: int) -> list[dict[str, Any]]:
     """The messages that a rank sends for the next hop, those of one owner to one peer together."""
-    rows: dict[tuple[int, int], int] = defaultdict(int)
+    parcels: dict[tuple[int, int], list[Parcel]] = defaultdict(list)
     for message in following.sends:
-        rows[message.peer, message.parcel.owner] += message.parcel.rows
-    return [
-        {"from": rank, "to": peer, "owner": owner, "rows": count, "bytes": count * plan.sizes.parcel_row_bytes}
-        | (
-            {"across": int(node_of(rank, plan.routing.ranks_per_node) != node_of(peer, plan.routing.ranks_per_node))}
-            if not isinstance(plan.routing, str)
-            else {}
-        )
-        for (peer, owner), count in sorted(rows.items())
-    ]
+        peer, owner = (_in_ring(plan, one, rank) for one in (message.peer, message.parcel.owner))
+        parcels[peer, owner].append(message.parcel)
+    found = []
+    for (peer, owner), sent in sorted(parcels.items()):
+        rows = sum(parcel.rows for parcel in sent)
+        places = [place for parcel in sent[:_MOST_PARCELS] for place in _places(plan, rank, parcel, head)]
+        move = {"from": rank, "to": peer, "owner": owner, "rows": rows, "bytes": rows * plan.sizes.parcel_row_bytes}
+        found.append({**move, "places": places, **_across(plan, rank, peer)})
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _places(plan: RingPlan, rank: int, parcel: Parcel, head: int) -> tuple[tuple[int, int, int], ...]:
+    """The rows of the sequence that a parcel holds for a KV head, as ranges (start, stop, step)."""
+    pattern, layout, _, kv_heads, _ = inside_ring(plan.pattern, plan.layout, rank, plan.sizes.kv_heads, plan.routing)
+    packing = packing_from_sequence(parcel, pattern, plan.documents, layout, kv_heads, plan.causal, plan.costs)
+    own = head - heads_of(rank % plan.head_ranks, plan.sizes.kv_heads, plan.head_ranks).start
+    found = []
+    for rows in (comb for comb, _ in packing.combs if own in comb.head_range):
+        first = rows.start + rows.head_range.index(own) * rows.head_step
+        found += [(first + i * rows.stride, rows.rows, rows.step) for i in range(rows.segments)]
+    return tuple(sorted((first, first + (count - 1) * step + 1, step) for first, count, step in found))
+
+
+def _across(plan: RingPlan, rank: int, peer: int) -> dict[str, bool]:
+    """Whether a message goes to another node, if the routing has nodes."""
+    if not isinstance(plan.routing, ByNode):
+        return {}
+    here, there = (node_of(one, plan.routing.ranks_per_node) for one in (rank, peer))
+    return {"across": here != there}
+
+
+def _exchanged(plan: RingPlan, rank: int, *, first: bool, last: bool) -> Iterator[dict[str, Any]]:
+    """What a rank sends to the other head ranks of its shard: its rows of q, k and v, and their rows of the output."""
+    start = rank - rank % plan.head_ranks
+    peers = [peer for peer in range(start, start + plan.head_ranks) if peer != rank]
+    for what, wanted, exchange in zip(("q, k and v", "out and lse"), (first, last), plan.exchanges(rank), strict=False):
+        rows = {peer: plan.layout.rows_of(rank if what == "q, k and v" else peer) for peer in peers}
+        total = sum(rows.values())
+        for peer, count in rows.items():
+            if wanted and count:
+                size = exchange.sent * count // total
+                yield {"from": rank, "to": peer, "what": what, "rows": count, "bytes": size}
 
 
 def costs(settings: ExplorerSettings, *, ranks: Sequence[int] = ()) -> dict[str, Any]:
@@ -238,7 +290,7 @@ def grid(settings: ExplorerSettings, *, query: int, head: int) -> dict[str, Any]
     if not settings.order:
         return {"shape": []}
     shape, plan = settings.shape, settings.ring
-    if len(shape) != 2 or len(settings.cells) > _MOST_CELLS:
+    if len(shape) != 2 or settings.rows > _MOST_CELLS:
         raise ValueError(f"grid={settings.grid}: the page draws two dimensions and at most {_MOST_CELLS} cells")
     owners = [0] * plan.layout.rows
     for part in plan.layout.rank_spans(0, plan.layout.rows):

@@ -1,6 +1,6 @@
 // A view as a file: SVG with its colours written in, or PNG at twice the size.
 
-const STYLES = ["fill", "stroke", "stroke-width", "stroke-opacity", "fill-opacity", "opacity", "font-size", "font-weight", "font-family", "text-anchor", "dominant-baseline", "shape-rendering"];
+const STYLES = ["fill", "stroke", "stroke-width", "stroke-opacity", "fill-opacity", "opacity", "font-size", "font-weight", "font-family", "text-anchor", "dominant-baseline", "shape-rendering", "paint-order", "stroke-linejoin"];
 
 export function svgText(drawn) {
   const copy = drawn.cloneNode(true);

@@ -2,25 +2,27 @@
 import { setUpControls } from "./controls.js";
 import { setUpExports } from "./export.js";
 import { bytes, whole } from "./format.js";
-import { ask, ready } from "./planner.js";
-import { change, onChange, readFragment, state } from "./state.js";
+import { ask, onLate, ready } from "./planner.js";
+import { change, legalize, onChange, readFragment, state } from "./state.js";
 import { table } from "./svg.js";
 import { setUpTheme } from "./theme.js";
 import { redrawCosts, showCosts } from "./view_costs.js";
 import { showGrid } from "./view_grid.js";
 import { markHoldings, showHoldings } from "./view_holdings.js";
-import { setUpMatrix, showMatrix } from "./view_matrix.js";
-import { growRing, setUpRing, showRing } from "./view_ring.js";
+import { setUpMatrix, showBlocks, showMatrix } from "./view_matrix.js";
+import { growRing, markRing, setUpRing, showRing } from "./view_ring.js";
 
 const byId = (id) => document.getElementById(id);
-let facts = null, held = null, seen = null, round = 0;
+const LINES = 1000; // of a loaded result
+let facts = null, held = null, seen = null, round = 0, resultError = "";
 
 setUpTheme(byId("theme"));
 Object.assign(state, readFragment());
 setUpControls();
 setUpExports();
-setUpMatrix((keys) => { seen = keys; if (facts) markHoldings(facts, seen); });
-setUpRing();
+setUpMatrix((keys) => { seen = keys; if (facts) { markHoldings(facts, seen); markRing(seen); } });
+setUpRing(showBlocks);
+onLate(showError);
 byId("link").addEventListener("click", () => copy(window.location.href, byId("link")));
 byId("python").addEventListener("click", () => copy(byId("code").textContent, byId("python")));
 window.matchMedia("(max-width: 46rem)").addEventListener("change", update);
@@ -57,10 +59,9 @@ async function update() {
   if (!spans || mine !== round) return;
   [facts, held] = [found, spans];
   byId("code").textContent = facts.python;
-  if (state.selected.head >= facts.kv_heads) change({ selected: { head: 0 } });
-  if (state.selected.rank >= facts.ranks) change({ selected: { rank: -1 } });
+  legalize(facts);
   showHoldings(facts, held);
-  await Promise.all([showMatrix(facts, held), showRing(facts), showGrid(facts), showCosts(facts, (ranks) => { showSummary(); growRing(ranks); })]);
+  await Promise.all([showMatrix(facts, held), showRing(facts), showGrid(facts), showCosts(facts, (ranks) => { showSummary(ranks.length); growRing(ranks); })]);
   if (mine !== round) return;
   document.body.classList.remove("busy");
   document.body.dataset.done = "yes";
@@ -69,12 +70,13 @@ async function update() {
 }
 
 function showError(error) {
-  byId("error").hidden = !error;
-  byId("error").textContent = error ?? "";
+  byId("error").hidden = !error && !resultError;
+  byId("error").textContent = error || resultError;
   if (error) document.body.classList.add("busy");
 }
 
-function showSummary() {
+function showSummary(planned) {
+  byId("status").textContent = planned < facts.sample.length ? `Planned ${planned} of ${facts.sample.length} ranks …` : "Ready";
   const costs = [...document.querySelectorAll("#numbers tr[data-rank]")].map((row) => row.dataset);
   if (!costs.length) return;
   const most = (name) => Math.max(...costs.map((one) => Number(one[name])));
@@ -98,15 +100,19 @@ async function copy(words, button) {
   setTimeout(() => { button.textContent = name; }, 1500);
 }
 
-// `ringspan explore --result` serves the numbers of a result next to the page.
+// `ringspan explore RESULT` serves the numbers of a result next to the page.
 async function loadResult() {
   if (!new URLSearchParams(window.location.search).has("result")) return;
-  const reply = await fetch("result.json");
-  if (!reply.ok) return;
-  const result = await reply.json();
-  const title = Object.assign(document.createElement("h2"), { textContent: result.title });
-  const scroll = Object.assign(document.createElement("div"), { className: "scroll" });
-  scroll.append(table(result.rows[0], result.rows.slice(1)));
-  byId("measured").append(title, scroll);
+  let title, head, lines;
+  try {
+    const reply = await fetch("result.json");
+    if (!reply.ok) throw new Error(reply.statusText);
+    ({ title, rows: [head, ...lines] } = await reply.json());
+    if (![head, ...lines].every(Array.isArray)) throw new Error("its rows are not lists");
+  } catch (error) { resultError = `result.json cannot be shown: ${error.message}`; showError(""); return; }
+  const scroll = Object.assign(document.createElement("div"), { className: "scroll", tabIndex: 0 });
+  scroll.append(table(head, lines.slice(0, LINES)));
+  if (lines.length > LINES) scroll.append(`The first ${whole(LINES)} of ${whole(lines.length)} lines.`);
+  byId("measured").append(Object.assign(document.createElement("h2"), { textContent: title }), scroll);
   byId("measured").hidden = false;
 }

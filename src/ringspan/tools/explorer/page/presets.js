@@ -7,7 +7,8 @@ export const PRESETS = {
   "Full causal, zigzag": { pattern: "full", heads: "1", kv_heads: "1" },
   "Full causal, contiguous": { pattern: "full", layout: "contiguous", heads: "1", kv_heads: "1" },
   "Packed documents, balanced": { pattern: "full", lengths: "40,6*4", layout: "balanced", heads: "1", kv_heads: "1" },
-  "Two nodes of four ranks": { pattern: "full", causal: false, ranks: "8", routing: "node", node: "4", layout: "contiguous", heads: "1", kv_heads: "1" },
+  "Two nodes of four ranks": { pattern: "full", causal: false, ranks: "8", routing: "by-node", ranks_per_node: "4", layout: "contiguous", heads: "1", kv_heads: "1" },
+  "Heads and ring: two head ranks": { pattern: "8x1,32x4 + window 5", ranks: "8", head_ranks: "2" },
   "An image along a Hilbert curve": { pattern: "64x1,256x4", causal: false, order: "hilbert", grid: "32x32", layout: "contiguous" },
   "The same image, row by row": { pattern: "64x1,256x4", causal: false, order: "row_major", grid: "32x32", layout: "contiguous" },
 };

@@ -15,6 +15,22 @@ export function drawing(width, height, label) {
   return made;
 }
 
+// How many units of a drawing of this width are a pixel in its box: texts keep their size (style.css).
+export const unitOf = (box, width) => Math.max(0.6, Math.min(2, width / (box.clientWidth || width)));
+
+const resized = new ResizeObserver((entries) => entries.forEach(({ target }) => fit(target)));
+
+function fit(box) {
+  const width = box.querySelector("svg")?.viewBox.baseVal.width;
+  if (width) box.style.setProperty("--unit", unitOf(box, width));
+}
+
+export function show(box, drawn) {
+  box.replaceChildren(drawn);
+  resized.observe(box);
+  fit(box);
+}
+
 export const text = (x, y, words, attributes = {}) => element("text", { x, y, ...attributes }, String(words));
 
 // The path of a row of equal cells: `runs` are [first, stop) in cells.

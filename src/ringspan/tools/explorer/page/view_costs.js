@@ -3,7 +3,7 @@ import { rankColour } from "./colours.js";
 import { bytes, pairs, times, whole } from "./format.js";
 import { ask } from "./planner.js";
 import { change, state } from "./state.js";
-import { drawing, element, round, table, text } from "./svg.js";
+import { drawing, element, round, show as place, table, text } from "./svg.js";
 
 const WIDTH = 1000, HEIGHT = 250, PATIENCE = 400; // milliseconds for a few ranks
 const MEASURES = [["work", "Pairs to compute, forward", pairs], ["sent", "Bytes sent, forward", bytes], ["memory", "Peak memory, forward", bytes]];
@@ -60,7 +60,7 @@ function draw(facts, found, sample) {
       made.append(text(left, base - (top / most) * tall - 6, show(top), { class: "strong" }));
     });
   });
-  box.replaceChildren(made);
+  place(box, made);
   redrawCosts();
   const head = ["rank", "rows", "tiles", "hops", "pairs", "sent", "received", "sent backward", "memory", "  rows", "  parcels", "memory backward"];
   const lines = ranks.map((one) => [whole(one.rank), whole(one.rows), whole(one.tiles), whole(one.hops), whole(one.work), bytes(one.sent), bytes(one.received), bytes(one.sent_backward), bytes(one.memory), bytes(one.memory_rows), bytes(one.memory_parcels), bytes(one.memory_backward)]);

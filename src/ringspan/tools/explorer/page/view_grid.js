@@ -3,7 +3,7 @@ import { rankColour } from "./colours.js";
 import { whole } from "./format.js";
 import { ask } from "./planner.js";
 import { change, state } from "./state.js";
-import { drawing, element, round, rowPath, runs, text } from "./svg.js";
+import { drawing, element, round, rowPath, runs, show, text } from "./svg.js";
 
 const SIDE = 430, GAP = 40;
 const card = document.querySelector("#grid-card");
@@ -11,7 +11,7 @@ const box = document.querySelector("#grid");
 
 export async function showGrid(facts) {
   card.hidden = facts.shape.length === 0;
-  if (card.hidden) return;
+  if (card.hidden) { box.replaceChildren(); return; }
   const query = state.selected.query >= 0 ? state.selected.query : Math.floor(facts.rows / 2);
   const found = await ask("grid", state.settings, { query, head: state.selected.head });
   if (!found) return;
@@ -55,7 +55,7 @@ function draw(facts, { shape: [height, width], cells, ranks, segments, keys, que
   const mark = (place, part) => { const cell = cells[place]; const gap = (unit * (1 - part)) / 2; return `M${round(dx + (cell % width) * unit + gap)} ${round(below + Math.floor(cell / width) * unit + gap)}h${round(unit * part)}v${round(unit * part)}h${round(-unit * part)}z`; };
   for (const [start, stop, step] of keys) for (let place = start; place < stop; place += step) marks += mark(place, 0.42);
   made.append(element("path", { d: marks, class: "mark" }), element("path", { d: mark(query, 1), class: "outline" }), element("rect", { x: dx, y: below, width: width * unit, height: height * unit, class: "frame" }));
-  box.replaceChildren(made);
+  show(box, made);
   box.onclick = ({ clientX, clientY }) => {
     const frame = made.getBoundingClientRect(), by = made.viewBox.baseVal.width / frame.width;
     const [x, y] = [(clientX - frame.left) * by, (clientY - frame.top) * by];

@@ -1,9 +1,9 @@
 // Who sees what: queries down, keys across, in at most 96 x 96 cells. Zooms by cells; hovering shows the keys of a query.
 import { rankColour } from "./colours.js";
-import { whole } from "./format.js";
+import { rangeText, whole } from "./format.js";
 import { ask } from "./planner.js";
 import { change, onChange, state } from "./state.js";
-import { drawing, element, rowPath, runs, text } from "./svg.js";
+import { drawing, element, rowPath, runs, show, text, unitOf } from "./svg.js";
 
 const CELLS = 96, SIDE = 640, MARGIN = 26, SHADES = 8, LEGEND = 34;
 const box = document.querySelector("#matrix");
@@ -33,6 +33,7 @@ export function setUpMatrix(onKeys) {
     if (settings) return;
     if (["head", "branch", "cell", "top", "left"].some((name) => selected.has(name))) load();
     if (["head", "query"].some((name) => selected.has(name))) loadKeys();
+    if (selected.has("rank")) veil();
   });
 }
 
@@ -93,8 +94,10 @@ function draw() {
     for (const [value, first, stop] of runs(shades)) if (value) paths[value] += rowPath([[first, stop]], MARGIN + i * step, step, step, MARGIN);
   });
   paths.forEach((path, i) => path && made.append(element("path", { d: path, class: `s${i}`, "shape-rendering": "crispEdges" })));
-  made.append(bands(lines, columns), element("g", { id: "marks" }), legend(cell, most), element("rect", { x: MARGIN, y: MARGIN, width: lastX(columns), height: lastX(lines), class: "frame" }));
-  box.replaceChildren(made);
+  made.append(element("g", { id: "veil" }), element("g", { id: "blocks" }), bands(lines, columns), element("g", { id: "marks" }), legend(cell, most), element("rect", { x: MARGIN, y: MARGIN, width: lastX(columns), height: lastX(lines), class: "frame" }));
+  show(box, made);
+  veil();
+  markBlocks();
   mark();
   function lastX(cells) { return Math.min(size, cells.length) * step; }
 }
@@ -110,32 +113,68 @@ function shade(count, cell, area, most) {
 function bands(lines, columns) {
   const made = element("g", { "aria-hidden": "true" });
   if (!holdings || !lines.length) return made;
-  for (const [cells, along] of [[lines, "y"], [columns, "x"]]) {
-    const [first, stop] = [cells[0][0], cells.at(-1)[1]];
-    const unit = scale() / shown.cell;
-    for (const [rank, start, end] of holdings.spans) {
-      const [a, b] = [Math.max(start, first), Math.min(end, stop)];
-      if (a >= b) continue;
-      const place = MARGIN + (a - first) * unit, length = (b - a) * unit;
-      const fill = rankColour(rank, facts.ranks);
-      made.append(element("rect", along === "y" ? { x: MARGIN - 12, y: place, width: 8, height: length, fill } : { x: place, y: MARGIN - 12, width: length, height: 8, fill }));
-    }
+  for (const [rank, start, end] of holdings.spans) {
+    const fill = rankColour(rank, facts.ranks), [down, across] = [clipped(start, end, lines), clipped(start, end, columns)];
+    if (down) made.append(element("rect", { x: MARGIN - 12, y: down[0], width: 8, height: down[1], fill }));
+    if (across) made.append(element("rect", { x: across[0], y: MARGIN - 12, width: across[1], height: 8, fill }));
   }
   return made;
 }
 
+// With a rank chosen, the queries of all others are pale.
+function veil() {
+  const layer = box.querySelector("#veil");
+  if (!layer || !shown?.lines.length) return;
+  layer.replaceChildren();
+  if (state.selected.rank < 0) return;
+  for (const [rank, start, end] of holdings.spans) {
+    const inside = clipped(start, end, shown.lines);
+    if (rank !== state.selected.rank && inside) layer.append(element("rect", { x: MARGIN, y: inside[0], width: shown.columns.length * scale(), height: inside[1], class: "veil" }));
+  }
+}
+
+// Where rows start .. end are along an axis with these cells: [place, length]; null if outside.
+function clipped(start, end, cells) {
+  const [a, b] = [Math.max(start, cells[0][0]), Math.min(end, cells.at(-1)[1])];
+  const unit = scale() / shown.cell;
+  return a < b ? [MARGIN + (a - cells[0][0]) * unit, (b - a) * unit] : null;
+}
+
+// What is computed at a hop, as blocks of queries and keys: the ring view tells. No blocks for the own rows of all ranks.
+let hopShown = null;
+export function showBlocks(computed, number) {
+  hopShown = number > 0 || state.selected.rank >= 0 ? computed : null;
+  markBlocks();
+}
+
+function markBlocks() {
+  const layer = box.querySelector("#blocks");
+  if (!layer || !shown?.lines.length) return;
+  layer.replaceChildren();
+  if (!hopShown || holdings.spans.length > 64) return;
+  const spansOf = (rank) => holdings.spans.filter(([owner]) => owner === Number(rank));
+  for (const [rank, { keys_of }] of Object.entries(hopShown)) {
+    if (state.selected.rank >= 0 && Number(rank) !== state.selected.rank) continue;
+    for (const [owner] of keys_of) for (const [, a, b] of spansOf(rank)) for (const [, c, d] of spansOf(owner)) {
+      const [down, across] = [clipped(a, b, shown.lines), clipped(c, d, shown.columns)];
+      if (down && across && !(facts.causal && c >= b)) layer.append(element("rect", { x: across[0] + 1, y: down[0] + 1, width: Math.max(across[1] - 2, 1), height: Math.max(down[1] - 2, 1), class: "block", stroke: rankColour(owner, facts.ranks) }));
+    }
+  }
+}
+
 function legend(cell, most) {
   const made = element("g", {});
-  const y = SIDE + MARGIN + 12;
+  const unit = unitOf(box, SIDE + MARGIN), side = 11 * unit;
+  const y = SIDE + MARGIN + 8;
   let entries;
   if (cell === 1) entries = Array.from({ length: Math.min(most, 5) }, (_, i) => [shade(i + 1, 1, 1, most), i === 0 ? "seen once" : `${i + 1} times`]);
   else entries = Array.from({ length: SHADES - 1 }, (_, i) => [i + 1, ""]);
   let x = MARGIN;
   for (const [value, name] of entries) {
-    made.append(element("rect", { x, y, width: 14, height: 14, class: `s${value}` }), text(x + 19, y + 11, name));
-    x += cell === 1 ? 124 : 15;
+    made.append(element("rect", { x, y, width: side, height: side, class: `s${value}` }), text(x + side + 5 * unit, y + side - unit, name));
+    x += cell === 1 ? 5 * unit + side + name.length * 7.2 * unit : side + 1;
   }
-  if (cell > 1) made.append(text(x + 6, y + 11, `share of the pairs of a cell, ${whole(cell)} x ${whole(cell)} rows`));
+  if (cell > 1) made.append(text(x + 6 * unit, y + side - unit, `pairs in ${whole(cell)} x ${whole(cell)} rows: few to all`));
   return made;
 }
 
@@ -171,14 +210,6 @@ function mark() {
   const elsewhere = held.filter(([owner]) => owner !== rank).reduce((sum, [, some]) => sum + some, 0);
   const where = facts.ranks === 1 ? "" : elsewhere ? ` ${whole(elsewhere)} of them on other ranks (${held.filter(([owner]) => owner !== rank).slice(0, 6).map(([owner, some]) => `${owner}: ${whole(some)}`).join(", ")}${held.length > 7 ? ", …" : ""}).` : " All on its own rank.";
   readout.textContent = `Query ${whole(query)} on rank ${rank}, KV head ${state.selected.head}, sees ${count ? `${whole(count)} keys: ${ranges}.` : "nothing: no branch selects it."}${count ? where : ""}`;
-}
-
-function rangeText([start, stop, by]) {
-  const count = Math.ceil((stop - start) / by);
-  if (count === 1) return whole(start);
-  if (by === 1) return `${whole(start)} to ${whole(stop - 1)}`;
-  const last = start + (count - 1) * by;
-  return `${whole(start)}, ${whole(start + by)}${count > 2 ? `${count > 3 ? " .." : ","} ${whole(last)}` : ""} (every ${by === 2 ? "2nd" : by === 3 ? "3rd" : `${whole(by)}th`})`;
 }
 
 function rowAt(clientX, clientY) {

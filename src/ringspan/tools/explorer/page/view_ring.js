@@ -1,17 +1,19 @@
 // The ring, hop by hop: parcels of the next hop move while the current hop is computed.
 import { rankColour, textOn } from "./colours.js";
-import { bytes, pairs, whole } from "./format.js";
+import { bytes, pairs, rangeText, whole } from "./format.js";
 import { ask } from "./planner.js";
 import { change, onChange, state } from "./state.js";
-import { drawing, element, round, table, text } from "./svg.js";
+import { drawing, element, round, show, table, text, unitOf } from "./svg.js";
 
 const SIDE = 640, CENTRE = SIDE / 2, SECONDS = 2.6, NODES = 64;
 const box = document.querySelector("#ring");
 const slider = document.querySelector("#hop");
 const still = window.matchMedia("(prefers-reduced-motion: reduce)");
-let facts = null, shown = null, ranks = [], playing = false, started = 0, packets = [];
+let facts = null, shown = null, keys = null, ranks = [], playing = false, started = 0, packets = [], tell = () => {};
 
-export function setUpRing() {
+// `onHop` is told what is computed at the hop that is shown.
+export function setUpRing(onHop) {
+  tell = onHop;
   const button = (id, act) => document.getElementById(id).addEventListener("click", act);
   button("back", () => { stop(); go(state.selected.hop - 1); });
   button("forward", () => { stop(); go(state.selected.hop + 1); });
@@ -19,8 +21,8 @@ export function setUpRing() {
   slider.addEventListener("input", () => { stop(); go(Number(slider.value)); });
   onChange(({ settings, selected }) => {
     if (settings) stop();
-    else if (selected.has("hop")) loadHop();
-    else if (selected.has("rank")) draw();
+    else if (selected.has("hop") || selected.has("head")) loadHop();
+    else if (selected.has("rank") && shown) draw();
   });
 }
 
@@ -39,10 +41,13 @@ export function growRing(planned) {
 const go = (hop) => change({ selected: { hop: shown ? Math.max(0, Math.min(shown.hops - 1, hop)) : 0 } });
 
 async function loadHop() {
-  const found = await ask("hop", state.settings, { number: state.selected.hop, ranks });
-  if (!found || found.error) return;
+  const { hop: number, head } = state.selected;
+  const found = await ask("hop", state.settings, { number, head, ranks });
+  if (!found) return;
+  const last = /has hops 0 to (\d+)$/.exec(found.error ?? "");
+  if (last) { change({ selected: { hop: Number(last[1]) } }); return; }
+  if (found.error) return;
   shown = found;
-  if (found.number >= found.hops) { change({ selected: { hop: found.hops - 1 } }); return; }
   draw();
 }
 
@@ -82,11 +87,11 @@ const angle = (rank) => {
   const gap = shown.ranks.length < facts.ranks ? 0.06 : 0;
   return 2 * Math.PI * (gap + (rank / (facts.ranks - (gap ? 1 : 0) || 1)) * (1 - 2 * gap)) - Math.PI / 2;
 };
-const ring = () => (facts.ranks > 24 ? 232 : 212);
+const ring = () => (facts.ranks > 24 ? 226 : 194);
 const at = (rank, radius = ring()) => [CENTRE + radius * Math.cos(angle(rank)), CENTRE + radius * Math.sin(angle(rank))];
 
 function draw() {
-  const { hops, number, moves, computed } = shown;
+  const { hops, number, moves, heads, computed } = shown;
   slider.max = hops - 1;
   slider.value = number;
   document.querySelector("#hop-text").textContent = `hop ${whole(number)} of ${whole(hops - 1)}`;
@@ -96,8 +101,7 @@ function draw() {
   const doing = number === 0 ? "own rows are computed" : `rows received at hop ${whole(number)} are computed`;
   const made = drawing(SIDE, SIDE, `Hop ${number}: ${doing}; ${moves.length} messages, ${bytes(total)}`);
   made.append(defs());
-  const radius = facts.ranks > 24 ? 9 : facts.ranks > 12 ? 17 : 24;
-  if (facts.routing.includes("node")) made.append(...nodes());
+  if (facts.ranks_per_node) made.append(...nodes());
   made.append(element("circle", { cx: CENTRE, cy: CENTRE, r: ring(), class: "thin" }));
   if (sampled) for (let i = 0; i < NODES; i += 1) {
     const [x, y] = at(Math.round((i * facts.ranks) / NODES));
@@ -105,16 +109,22 @@ function draw() {
   }
   packets = [];
   const most = Math.max(1, ...moves.map((move) => move.bytes));
-  for (const move of moves) made.append(...arrow(move, most, radius));
+  for (const move of moves) made.append(arrow(move, most, radius()));
+  const widest = Math.max(1, ...heads.map((move) => move.bytes));
+  if (facts.ranks <= 24) for (const move of heads) made.append(arrow(move, widest, radius()));
+  const unit = unitOf(box, SIDE);
   const busiest = Math.max(1, ...Object.values(computed).map((one) => one.pairs));
-  for (const rank of shown.ranks) made.append(node(rank, computed[rank], busiest, radius));
-  made.append(...packets.map((packet) => packet.shape));
+  for (const rank of shown.ranks) made.append(node(rank, computed[rank], busiest, radius()));
   made.append(
-    text(CENTRE, CENTRE - 22, number === 0 ? "hop 0: own rows" : `hop ${whole(number)}`, { "text-anchor": "middle", class: "strong big" }),
-    text(CENTRE, CENTRE + 2, last ? "the last: nothing moves" : total ? `meanwhile ${bytes(total)} move` : "nothing moves", { "text-anchor": "middle" }),
-    text(CENTRE, CENTRE + 22, sampled ? `${shown.ranks.length} of ${whole(facts.ranks)} ranks are shown` : last || !total ? "" : `in ${moves.length} ${moves.length === 1 ? "message" : "messages"}, for hop ${whole(number + 1)}`, { "text-anchor": "middle" }),
+    text(CENTRE, CENTRE - 13 * unit, number === 0 ? "hop 0: own rows" : `hop ${whole(number)}`, { "text-anchor": "middle", class: "strong big halo" }),
+    text(CENTRE, CENTRE + 4 * unit, last ? "the last: nothing moves" : total ? `meanwhile ${bytes(total)} move` : "nothing moves", { "text-anchor": "middle", class: "halo" }),
+    text(CENTRE, CENTRE + 19 * unit, sampled ? `${shown.ranks.length} of ${whole(facts.ranks)} ranks are shown` : last || !total ? "" : `in ${moves.length} ${moves.length === 1 ? "message" : "messages"}, for hop ${whole(number + 1)}`, { "text-anchor": "middle", class: "halo" }),
   );
-  box.replaceChildren(made);
+  made.append(element("g", { id: "holders" }), ...packets.map((packet) => packet.shape));
+  show(box, made);
+  markRing(keys);
+  showReadout();
+  tell(computed, number);
   place(playing && !still.matches ? Math.min(1, (performance.now() - started) / 1000 / SECONDS) : 0.5);
   list();
 }
@@ -125,7 +135,7 @@ function defs() {
 
 // Ranks of one node are framed together.
 function nodes() {
-  const per = Number(/\d+/.exec(facts.routing)[0]);
+  const per = facts.ranks_per_node;
   const found = [];
   for (let first = 0; first < facts.ranks && facts.ranks / per <= 32; first += per) {
     const [from, to] = [angle(first - 0.42), angle(Math.min(first + per, facts.ranks) - 0.58)];
@@ -144,15 +154,18 @@ function arrow(move, most, radius) {
   const middle = [(a[0] + b[0]) / 2 - (dy / length) * bend * 0.4 + (CENTRE - (a[0] + b[0]) / 2) * 0.22, (a[1] + b[1]) / 2 + (dx / length) * bend * 0.4 + (CENTRE - (a[1] + b[1]) / 2) * 0.22];
   const cut = (from, to, by) => { const far = Math.hypot(to[0] - from[0], to[1] - from[1]) || 1; return [from[0] + ((to[0] - from[0]) / far) * by, from[1] + ((to[1] - from[1]) / far) * by]; };
   const [first, last] = [cut(a, middle, radius + 3), cut(b, middle, radius + 7)];
-  const path = element("path", { d: `M${round(first[0])} ${round(first[1])}Q${round(middle[0])} ${round(middle[1])} ${round(last[0])} ${round(last[1])}`, class: "arrow", "stroke-width": move.across ? 2.5 : 1.2, "stroke-dasharray": move.across ? "6 4" : undefined, "marker-end": "url(#tip)" });
+  const path = element("path", { d: `M${round(first[0])} ${round(first[1])}Q${round(middle[0])} ${round(middle[1])} ${round(last[0])} ${round(last[1])}`, class: "arrow", "stroke-width": move.across ? 2.5 : 1.2, "stroke-dasharray": move.across ? "6 4" : move.what ? "1 5" : undefined, "marker-end": "url(#tip)" });
   const size = 4 + 7 * Math.sqrt(move.bytes / most);
-  const dot = element("rect", { x: -size, y: -size * 0.62, width: 2 * size, height: 1.24 * size, rx: 2, fill: rankColour(move.owner, facts.ranks), class: "packet" },
-    element("title", {}, `${move.from} to ${move.to}: ${whole(move.rows)} rows of rank ${move.owner}, ${bytes(move.bytes)}`));
+  const dot = element("rect", { x: -size, y: -size * 0.62, width: 2 * size, height: 1.24 * size, rx: 2, fill: rankColour(move.owner ?? move.from, facts.ranks), class: "packet" },
+    element("title", {}, `${move.from} to ${move.to}: ${what(move)}, ${bytes(move.bytes)}`));
   const chosen = state.selected.rank;
   if (chosen >= 0 && chosen !== move.from && chosen !== move.to) { path.classList.add("dim"); dot.classList.add("dim"); }
   packets.push({ shape: dot, points: [first, middle, last], offset: packets.filter((packet) => packet.key === `${move.from} ${move.to}`).length, key: `${move.from} ${move.to}` });
-  return [path];
+  return path;
 }
+
+// Rows in a message count once for each KV head.
+const what = (move) => (move.what ? `${move.what} of ${whole(move.rows)} rows, for other heads` : `K and V of ${whole(move.rows)} rows of rank ${move.owner}`);
 
 function place(part) {
   for (const { shape, points, offset } of packets) {
@@ -185,7 +198,52 @@ function node(rank, one, busiest, radius) {
 
 function list() {
   const chosen = state.selected.rank;
-  const lines = shown.moves.filter(({ from, to }) => chosen < 0 || chosen === from || chosen === to);
-  const shownLines = lines.slice(0, 500).map(({ from, to, owner, rows, bytes: size, across }) => [from, to, owner, whole(rows), bytes(size), across === undefined ? "" : across ? "between nodes" : "inside a node"]);
-  document.querySelector("#moves").replaceChildren(table(["from rank", "to rank", "rows of rank", "rows x KV heads", "K and V", ""], shownLines));
+  const lines = [...shown.heads, ...shown.moves].filter(({ from, to }) => chosen < 0 || chosen === from || chosen === to);
+  const shownLines = lines.slice(0, 500).map((move) => {
+    const places = (move.places ?? []).slice(0, 4).map(rangeText).join("; ") + (move.places?.length > 4 ? "; …" : "");
+    const across = move.across === undefined ? "" : move.across ? "to another node" : "inside a node";
+    return [move.from, move.to, move.what ?? move.owner, whole(move.rows), bytes(move.bytes), places, across];
+  });
+  const head = ["from rank", "to rank", "K and V of rank", "rows x KV heads", "size", `rows of KV head ${state.selected.head}`, ""];
+  document.querySelector("#moves").replaceChildren(shownLines.length ? table(head, shownLines) : "No messages.");
 }
+
+// The hop in words: of the chosen rank, or of all that are shown.
+function showReadout() {
+  const { number, hops, moves, heads, computed } = shown;
+  const rank = state.selected.rank;
+  const words = [];
+  const total = (some) => bytes(some.reduce((sum, move) => sum + move.bytes, 0));
+  const count = (some) => `${some.length} ${some.length === 1 ? "message" : "messages"} of ${total(some)}`;
+  if (rank >= 0 && computed[rank]) {
+    const one = computed[rank];
+    const from = one.keys_of.map(([owner, some]) => `${owner === rank ? "itself" : `rank ${owner}`}: ${pairs(some)}`).join(", ");
+    words.push(`Rank ${rank} computes ${one.pairs ? `${pairs(one.pairs)} pairs at hop ${number}, with keys of ${from}.` : `nothing at hop ${number}.`}`);
+    const sent = moves.filter((move) => move.from === rank);
+    if (number < hops - 1) words.push(sent.length ? `Meanwhile it sends ${sent.map((move) => `${what(move)} to rank ${move.to} (${bytes(move.bytes)})`).join("; ")}.` : "Meanwhile it sends nothing.");
+  } else {
+    const busy = Object.values(computed).filter((one) => one.pairs);
+    const most = Math.max(0, ...busy.map((one) => one.pairs));
+    words.push(`At hop ${whole(number)}, ${busy.length} of ${shown.ranks.length} ${shown.ranks.length < facts.ranks ? "shown " : ""}ranks compute, at most ${pairs(most)} pairs each.`);
+    if (moves.length) words.push(`Meanwhile ${count(moves)} ${moves.length === 1 ? "brings" : "bring"} the rows of hop ${whole(number + 1)}.`);
+  }
+  const exchanged = heads.filter((move) => rank < 0 || move.from === rank);
+  if (exchanged.length) words.push(`Head ranks exchange ${count(exchanged)}: ${[...new Set(exchanged.map((move) => (move.what.startsWith("q") ? "q, k and v before the first hop" : "out and lse after the last")))].join("; ")}.`);
+  document.querySelector("#ring-text").textContent = words.join(" ");
+}
+
+// The rank of the chosen query, and the ranks that hold its keys.
+export function markRing(found) {
+  keys = found;
+  const layer = box.querySelector("#holders");
+  if (!layer || !shown) return;
+  layer.replaceChildren();
+  if (!keys) return;
+  const marks = [[keys.rank, "outline"], ...keys.held.map(([owner]) => [owner, "mark"])].filter(([rank]) => shown.ranks.includes(rank));
+  for (const [rank, kind] of marks) {
+    const [x, y] = at(rank, ring() - (kind === "mark" ? radius() + 16 : 0));
+    layer.append(element("circle", { cx: round(x), cy: round(y), r: kind === "mark" ? 5 : radius() + 11, class: kind }, element("title", {}, kind === "mark" ? `rank ${rank} holds keys of query ${keys.query}` : `rank ${rank} holds query ${keys.query}`)));
+  }
+}
+
+const radius = () => (facts.ranks > 24 ? 9 : facts.ranks > 12 ? 17 : 24);

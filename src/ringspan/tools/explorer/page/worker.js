@@ -21,7 +21,7 @@ self.onmessage = async ({ data }) => {
   const answer = await started;
   try {
     self.postMessage({ id: data.id, answer: JSON.parse(answer(JSON.stringify(data.question))) });
-  } catch (error) {
-    self.postMessage({ id: data.id, answer: { error: String(error).trim().split("\n").at(-1) } });
+  } catch (error) { // of Python, which the library did not expect; after a fatal one, this worker is of no use
+    self.postMessage({ id: data.id, answer: { error: String(error).trim().split("\n").at(-1) }, broken: true });
   }
 };
