@@ -9,17 +9,17 @@ import torch.distributed as dist
 
 from ringspan.train.config import TrainSettings
 from ringspan.train.distributed import init_distributed
-from ringspan.train.lost import Peers
+from ringspan.train.lost import FIND_SECONDS, Peers
 from tests.ranks import on_ranks
 
 
 @on_ranks(4)
-def test_consecutive_ranks_form_rings_with_the_timeout_of_the_settings() -> None:
+def test_consecutive_ranks_form_rings_that_time_out_in_time_to_name_the_lost() -> None:
     context = init_distributed(TrainSettings(ring=2, timeout=77.0))
     rank, group = dist.get_rank(), context.ring.group
     assert dist.get_process_group_ranks(group) == [rank // 2 * 2, rank // 2 * 2 + 1]
     assert (context.data_rank, context.data_size) == (rank // 2, 2)
-    assert group._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 77
+    assert group._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 77 - FIND_SECONDS
     assert len(context.ring.hosts) == 2
     context.peers.close()
 

@@ -38,7 +38,7 @@ from ringspan.runtime.settings import RunError
 from ringspan.train.checkpoint import SETTINGS, STEPS, Checkpoints
 from ringspan.train.config import TrainSettings
 from ringspan.train.data import Corpus, select_on_all_ranks
-from ringspan.train.distributed import DistributedContext, init_distributed, shard_model
+from ringspan.train.distributed import DistributedContext, collective_seconds, init_distributed, shard_model
 from ringspan.train.metrics import RunMetrics, StepMetrics, hidden_share, measure_communication
 from ringspan.train.watchdog import Heartbeat, Phase, RankStatus, Straggler, Watchdog, find_slowest_rank
 
@@ -380,20 +380,23 @@ class Trainer:
 
         Only after any other error is the port closed: this rank is not lost, and others ask.
         """
+        rank, host = self.context.rank, socket.gethostname()
+
+        def where() -> str:
+            return f"rank {rank} on {host}: step {self.status.step + 1}, {self.status.phase}"
+
         try:
-            yield
+            with self.context.peers.naming_at_termination(where):
+                yield
         except BaseException as error:
             is_lost = isinstance(error, dist.DistError) or isinstance(error.__cause__, dist.DistError)
             if isinstance(error, RunError) or not (is_lost or "gloo" in str(error)):
                 self.context.peers.close()
                 raise
-            rank, host = self.context.rank, socket.gethostname()
             lost = self.context.peers.lost() or (
-                f"all other ranks are alive, but did not answer within {self.settings.timeout:g} s"
+                f"all other ranks are alive, but did not answer within {collective_seconds(self.settings.timeout):g} s"
             )
-            raise rs.RingError(
-                f"rank {rank} on {host}: step {self.status.step + 1}, {self.status.phase}: {lost} ({error})"
-            ) from error
+            raise rs.RingError(f"{where()}: {lost} ({error})") from error
 
 
 def _documents(corpus: Corpus, start: int, stop: int) -> Iterator[int]:
