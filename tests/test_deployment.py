@@ -68,7 +68,7 @@ def weights_of(out: Path) -> bytes:
     return (out / "model/model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize(("page", "command"), commands())
+@pytest.mark.parametrize(("page", "command"), list(commands()))
 def test_the_command_of_a_page_runs(
     page: str, command: str, bed: TestBed, wanted: Callable[[int, int], bytes], tmp_path: Path
 ) -> None:

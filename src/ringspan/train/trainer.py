@@ -405,18 +405,19 @@ class Trainer:
         def where() -> str:
             return f"rank {rank} on {host}: step {self.status.step + 1}, {self.status.phase}"
 
-        try:
-            with self.context.peers.naming_at_termination(where):
+        with self.context.peers.naming_at_termination(where):
+            try:
                 yield
-        except BaseException as error:
-            is_lost = isinstance(error, dist.DistError) or isinstance(error.__cause__, dist.DistError)
-            if isinstance(error, RunError) or not (is_lost or "gloo" in str(error)):
-                self.context.peers.close()
-                raise
-            lost = self.context.peers.lost() or (
-                f"all other ranks are alive, but did not answer within {collective_seconds(self.settings.timeout):g} s"
-            )
-            raise rs.RingError(f"{where()}: {lost} ({error})") from error
+            except BaseException as error:
+                is_lost = isinstance(error, dist.DistError) or isinstance(error.__cause__, dist.DistError)
+                if isinstance(error, RunError) or not (is_lost or "gloo" in str(error)):
+                    self.context.peers.close()
+                    raise
+                seconds = collective_seconds(self.settings.timeout)
+                lost = self.context.peers.lost() or (
+                    f"all other ranks are alive, but did not answer within {seconds:g} s"
+                )
+                raise rs.RingError(f"{where()}: {lost} ({error})") from error
 
 
 def _documents(corpus: Corpus, start: int, stop: int) -> Iterator[int]:
