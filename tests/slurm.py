@@ -57,7 +57,7 @@ def why_no_slurm() -> str:
 
 
 class Slurm:
-    """A cluster of all hosts of a test bed. Commands run on the first host."""
+    """A cluster of all hosts of a test bed, as a context manager. Commands run on the first host."""
 
     def __init__(self, bed: TestBed, folder: Path) -> None:
         self.bed, self.folder = bed, folder
@@ -69,12 +69,24 @@ class Slurm:
         values = dict(controller=bed.hosts[0].name, nodes=names, folder=folder, node_lost=NODE_LOST_SECONDS)
         configuration.write_text(_CONFIGURATION.format(**values))
         self.environment = {"SLURM_CONF": str(configuration)}
-        self._munge(bed.hosts[0])
-        self._daemon(bed.hosts[0], "slurmctld", "-D")
-        self._node(bed.hosts[0])
-        for host in bed.hosts[1:]:
-            self.power_on(host)
-        self.wait_for(lambda: self.run("sinfo", "--noheader", "--format=%T").split() == ["idle"], START_SECONDS)
+        self._daemons: list[subprocess.Popen[str]] = []
+
+    def __enter__(self) -> Slurm:
+        try:
+            for host in self.bed.hosts:
+                self.power_on(host)
+            self._daemon(self.bed.hosts[0], "slurmctld", "-D")
+            self.wait_for(lambda: self.run("sinfo", "--noheader", "--format=%T").split() == ["idle"], START_SECONDS)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for host in self.bed.hosts:
+            host.kill()
+        for daemon in self._daemons:
+            daemon.wait()
 
     def power_off(self, host: Host) -> None:
         host.cut()
@@ -82,8 +94,8 @@ class Slurm:
 
     def power_on(self, host: Host) -> None:
         host.mend()
-        self._munge(host)
-        self._node(host)
+        host.run(["sh", "-c", _START_MUNGE, str(self._key)])
+        self._daemon(host, "slurmd", "-D", "-N", host.name)
 
     def run(self, *command: str, environment: Mapping[str, str] | None = None) -> str:
         """Run a command on the first host and return its stdout."""
@@ -104,11 +116,5 @@ class Slurm:
                 raise TimeoutError("\n".join([f"not within {seconds:g} s", *logs]))
             time.sleep(0.2)
 
-    def _munge(self, host: Host) -> None:
-        host.run(["sh", "-c", _START_MUNGE, str(self._key)])
-
-    def _node(self, host: Host) -> None:
-        self._daemon(host, "slurmd", "-D", "-N", host.name)
-
     def _daemon(self, host: Host, *command: str) -> None:
-        host.start(command, self.environment, subprocess.DEVNULL, subprocess.DEVNULL)
+        self._daemons.append(host.start(command, self.environment, subprocess.DEVNULL, subprocess.DEVNULL))

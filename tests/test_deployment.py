@@ -96,8 +96,9 @@ def test_the_command_of_a_page_runs(
 
 
 @pytest.fixture
-def slurm(bed: TestBed, tmp_path: Path) -> Slurm:
-    return Slurm(bed, tmp_path)
+def slurm(bed: TestBed, tmp_path: Path) -> Iterator[Slurm]:
+    with Slurm(bed, tmp_path) as cluster:
+        yield cluster
 
 
 needs_slurm = pytest.mark.skipif(bool(why_no_slurm()), reason=f"no Slurm: {why_no_slurm()}")
