@@ -53,7 +53,9 @@ FAULTS = {
     "off": Fault("its power fails: it closes no connection", power_off, (TIMEOUT, 2 * TIMEOUT)),
     "cut": Fault("its link is down", Host.cut, (TIMEOUT + 4, 3 * TIMEOUT)),
     "stalled": Fault("its packets are dropped, the link is up", Host.stall, (TIMEOUT + 4, 3 * TIMEOUT)),
-    "brief": Fault("as before, and it is back within the timeout", Host.stall, (1, TIMEOUT / 4), is_noticed=False),
+    "brief": Fault(
+        "its packets are dropped, and it is back within the timeout", Host.stall, (1, TIMEOUT / 4), is_noticed=False
+    ),
 }
 
 
