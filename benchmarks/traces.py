@@ -24,11 +24,12 @@ from ringspan.train.trainer import Trainer
 
 RATE = "10gbit"
 PATTERN = "512x1,4096x8"
+STEPS = 3  # of a trace, after a first one that warms up
 LIMIT = 0.01  # of a step
 
 
 def steps(measuring: Measuring) -> list[dict[str, Any]]:
-    lengths, rounds = measuring.sized((2048,), (2048, 8192), (2048, 8192)), measuring.sized(2, 40, 150)
+    lengths, rounds = measuring.sized((2048,), (2048, 8192), (2048, 8192)), measuring.sized(2, 16, 60)
     rows = []
     for tokens in lengths:
         measuring.announce(f"{tokens:,} tokens")
@@ -43,7 +44,12 @@ def run(folder: Path, tokens: int, rounds: int) -> dict[str, Any]:
     model = LongNetConfig.named("nano", patterns=(PATTERN,))
     out, path = folder / f"run{tokens}", folder / f"{tokens}.json"
     settings = TrainSettings(
-        model=model, data=(str(Path(rs.__file__).parent),), tokens=tokens, steps=2 * rounds + 2, out=str(out), keep=1
+        model=model,
+        data=(str(Path(rs.__file__).parent),),
+        tokens=tokens,
+        steps=2 * (rounds + 1) * (1 + STEPS),
+        out=str(out),
+        keep=1,
     )
     seconds: dict[str, list[float]] = {"off": [], "on": []}
     taken: list[float] = []
@@ -51,12 +57,12 @@ def run(folder: Path, tokens: int, rounds: int) -> dict[str, Any]:
         for turn in range(rounds + 1):
             for name in ("off", "on") if turn % 2 else ("on", "off"):
                 trace = path if name == "on" else None
-                step = trainer.next_step + 1
-                trainer.run(lambda done: taken.append(done.seconds), until=step, trace=trace, trace_steps=1)
+                until = trainer.next_step + 1 + STEPS
+                trainer.run(lambda step: taken.append(step.seconds), until=until, trace=trace, trace_steps=STEPS)
                 if turn:  # the first round warms up
-                    seconds[name].append(taken[-1])
+                    seconds[name] += taken[-STEPS:]
         events = json.loads(path.read_text())["traceEvents"] if trainer.context.is_main else []
-    records = sum(event["ph"] in "XC" and event["pid"] == 0 for event in events)
+    records = sum(event["ph"] in "XC" and event["pid"] == 0 for event in events) / STEPS
     costs = dict(records=records, record_seconds=_seconds(_record), check_seconds=_seconds(_check))
     return dict(tokens=tokens, seconds=seconds, **costs)
 
@@ -113,15 +119,15 @@ def report(results: Results) -> Page:
         share, check_share = shares(row)
         cells.append([
             f"{row['tokens']:,}", f"{statistics.median(times['off']) * 1e3:.0f} ms", f"{statistics.median(ratios):.3f}",
-            " - ".join(f"{bound:.3f}" for bound in interval(ratios)), str(row["records"]),
+            " - ".join(f"{bound:.3f}" for bound in interval(ratios)), f"{row['records']:.0f}",
             f"{row['record_seconds'] * 1e9:,.0f} ns", f"{share:.3%}", f"{row['check_seconds'] * 1e9:,.0f} ns",
             f"{check_share:.3%}",
         ])  # fmt: skip
     text = (
         f"Steps of `ringspan train` (nano, {PATTERN}) over two hosts with one rank each and links of {RATE}, in one "
-        f"run, traced and not traced in turns; {len(rows[0]['seconds']['on'])} of each. The ratio is the median of "
-        "those of neighbours, with its interval by the bootstrap. Records: spans, and sizes of buffers. Without a "
-        "trace there is at most one check for each of them."
+        f"run, {STEPS} traced and {STEPS} not traced in turns; {len(rows[0]['seconds']['on'])} of each. The ratio is "
+        "the median of those of neighbours, with its interval by the bootstrap. Records: spans, and sizes of buffers. "
+        "Without a trace there is at most one check for each of them."
     )
     table = Table("Steps", cells, text)
     return Page("Cost", sentence, "python -m benchmarks traces", f"Machine: {results.machine}", [table])
