@@ -49,6 +49,7 @@ SUITES = {
     "slides": Entry("Slides: orders of tiles, learning across ranks, a large slide", 7, 18, "docs/slide_orders.md"),
     "faults": Entry("Training runs killed at scripted and random points", 5, 20, "docs/faults.md"),
     "host_faults": Entry("Training over two hosts, one of which fails", 4, 14, "docs/faults.md"),
+    "traces": Entry("Training steps over two hosts, traced and not traced", 1, 4, "docs/traces.md"),
     "fuzz": Entry("Damaged checkpoints, settings and models", 1, 5, "docs/faults.md"),
     "faulty_rings": Entry("`ringspan verify` on twelve faulty rings", 8, 25, "docs/verify.md"),
     "trainers": Entry("`ringspan verify --training` on own, other and faulty trainers", 5, 15, "docs/trainers.md"),

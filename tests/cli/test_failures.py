@@ -84,6 +84,10 @@ def test_each_rank_reports_a_lost_rank_at_once_and_lets_others_report(
         (rs.RingError("ranks disagree"), "ranks disagree"),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: ..."), "out of memory"),
         (RuntimeError("[gloo/pair.cc] Connection closed by peer"), "another rank exited"),
+        (
+            RuntimeError("[enforce fail at gloo/d.cc] Unable to find address for: eth9"),
+            "eth9: no such network interface",
+        ),
         (ModuleNotFoundError("No module named 'safetensors'", name="safetensors"), "pip install -c constraints.txt -e"),
     ],
     ids=lambda value: type(value).__name__,

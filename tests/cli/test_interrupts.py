@@ -85,6 +85,9 @@ def test_training_saves_a_checkpoint_and_resumes_bit_for_bit(ranks: int, tmp_pat
     started = Started(*SMALL, "--out", str(run), ranks=ranks)
     started.wait_until(lambda: steps_of(run) >= 3)
     started.interrupt()
+    for process in started.family:  # as Slurm does: torchrun forwards the interrupt that its ranks have received, too
+        time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
     output, errors = started.end()
     done = steps_of(run)
     assert 3 <= done < 20

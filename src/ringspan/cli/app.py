@@ -6,6 +6,8 @@ A command's module, and with it torch, is imported only when that command runs.
 from __future__ import annotations
 
 import os
+import re
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -158,6 +160,8 @@ def _sentence_of_torch(error: RuntimeError) -> str | None:
         return str(error)
     if isinstance(error, OutOfMemoryError) or "can't allocate memory" in str(error):
         return f"out of memory ({str(error).splitlines()[0]}): use fewer tokens, more ranks or a smaller model"
+    if found := re.search(r"Unable to find address for: (\S+?)\)*$", str(error), re.MULTILINE):
+        return f"{found[1]}: no such network interface on {socket.gethostname()}: correct GLOO_SOCKET_IFNAME"
     if isinstance(error, DistError) or "gloo" in str(error):
         return f"another rank exited or cannot be reached ({error})"
     return None

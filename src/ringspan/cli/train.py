@@ -55,7 +55,7 @@ def train(
     Ctrl-C saves a checkpoint after the current step and stops; a second Ctrl-C stops at once.
 
     Exit status: 0 if the run finished; 1 if it stopped with an error; 2 for invalid settings; 3 for a worker whose
-    launcher died; 130 after Ctrl-C.
+    launcher died; 130 after Ctrl-C; 143 for a rank of several after SIGTERM.
 
     **Examples**
 

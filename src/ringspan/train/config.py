@@ -60,7 +60,9 @@ class TrainSettings:
         True, "Recompute layers in backward. Attention outputs are kept, so this sends nothing.", "Distributed"
     )
     timeout: float = setting(
-        1800.0, "Collective timeout in seconds; the run aborts when a rank exceeds it.", "Distributed"
+        1800.0,
+        "Seconds in which a rank that waits for a lost one names it and exits; the last 4 are for finding it.",
+        "Distributed",
     )
 
     out: str = setting("ringspan-run", "Folder for settings, metrics, checkpoints and the trained model.", "Output")

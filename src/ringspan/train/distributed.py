@@ -27,7 +27,7 @@ from ringspan.models import LongNet
 from ringspan.runtime.device import Device, local_device
 from ringspan.runtime.settings import RunError
 from ringspan.train.config import TrainSettings
-from ringspan.train.lost import Peers
+from ringspan.train.lost import FIND_SECONDS, Peers
 
 _POLL_SECONDS = 0.02  # while rank 0 waits for the other ranks
 
@@ -71,7 +71,7 @@ def init_distributed(settings: TrainSettings) -> DistributedContext:
     device = local_device()
     kind = device.device.type
     options: dict[str, Any] = {} if kind == "cpu" else {"device_id": device.device}
-    options["timeout"] = datetime.timedelta(seconds=settings.timeout)
+    options["timeout"] = datetime.timedelta(seconds=collective_seconds(settings.timeout))
     owns_group = not dist.is_initialized()
     if owns_group:
         if dist.is_torchelastic_launched():
@@ -88,6 +88,15 @@ def init_distributed(settings: TrainSettings) -> DistributedContext:
     peers = Peers.meet(device.device)
     ring.hosts = tuple(peers.hosts[rank] for rank in dist.get_process_group_ranks(ring.group))
     return DistributedContext(device, ring, peers, owns_group)
+
+
+def collective_seconds(timeout: float) -> float:
+    """The timeout of a transfer or collective: what is left of the run's timeout is for naming the lost ranks.
+
+    >>> collective_seconds(60.0), collective_seconds(6.0)
+    (56.0, 3.0)
+    """
+    return max(timeout - FIND_SECONDS, timeout / 2)
 
 
 def _ring_mesh(ring_size: int, world: int, kind: str, timeout: datetime.timedelta) -> DeviceMesh | None:

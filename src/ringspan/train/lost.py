@@ -3,6 +3,10 @@
 Each rank listens on a port of its own and never accepts a connection, so no data is read or sent: the kernel answers.
 It completes a connection while the process lives, and refuses it after the process has ended. Nothing answers if the
 host or its link is down.
+
+torchrun stops the ranks of a host as soon as one of them has exited, or it has lost a rendezvous that was on the lost
+host. A rank that is blocked in a transfer at that moment cannot run Python code, except in another thread: that thread
+names the lost ranks, and ends the process.
 """
 
 from __future__ import annotations
@@ -10,9 +14,10 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,9 +28,10 @@ import torch.distributed as dist
 
 from ringspan.runtime.collectives import all_gather_json
 
-FIND_SECONDS = 3.0  # in which `Peers.lost` finds the lost ranks
+FIND_SECONDS = 4.0  # in which `Peers.lost` finds the lost ranks: two rounds of questions at most
+TERMINATED = 128 + signal.SIGTERM  # exit status
 _SETTLE_SECONDS = 1.0  # the first rank of a host is lost a moment before the last
-_ANSWER_SECONDS = FIND_SECONDS - _SETTLE_SECONDS  # one lost packet is sent again after one second
+_ANSWER_SECONDS = FIND_SECONDS / 2  # one lost packet is sent again after one second
 _THREADS = 64
 _WAITING = 128  # connections, completed by the kernel and never accepted
 
@@ -75,11 +81,50 @@ class Peers:
 
     def lost(self) -> str:
         """The ranks that have exited or do not answer, by host; empty if there are none."""
-        others = [peer for peer in self.by_rank if peer.rank != dist.get_rank()]
-        with _termination_ignored(), ThreadPoolExecutor(_THREADS) as threads:
-            time.sleep(_SETTLE_SECONDS)
-            states = list(threads.map(Peer.state, others))
-        return describe(list(zip(others, states, strict=True)))
+        start = time.monotonic()
+        with _termination_ignored():
+            states = self._ask()
+            time.sleep(max(start + _SETTLE_SECONDS - time.monotonic(), 0))
+            return describe({**states, **self._ask([peer for peer in states if states[peer] == "alive"])})
+
+    @contextmanager
+    def naming_at_termination(self, where: Callable[[], str]) -> Iterator[None]:
+        """Inside, SIGTERM ends this process as usual, but names the lost ranks first, even if it is blocked.
+
+        ``where`` returns the beginning of the message. A handler of the program is left alone.
+        """
+        is_main = threading.current_thread() is threading.main_thread()  # only there can handlers be set
+        if self.listening is None or not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            yield
+            return
+        ours, interpreters = socket.socketpair()
+        interpreters.setblocking(False)
+        before = signal.set_wakeup_fd(interpreters.fileno())  # written to at once, also if Python code cannot run
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        thread = threading.Thread(target=self._end_at_termination, args=(ours, where), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.set_wakeup_fd(before)
+            interpreters.close()
+            thread.join()
+            ours.close()
+
+    def _end_at_termination(self, signals: socket.socket, where: Callable[[], str]) -> None:
+        while numbers := signals.recv(1):
+            if numbers[0] == signal.SIGTERM:
+                if describe(self._ask()):  # otherwise the whole run is being stopped, and all others are about to exit
+                    sys.stderr.write(f"{where()}: {self.lost()} (stopped by SIGTERM)\n")
+                    sys.stderr.flush()
+                os._exit(TERMINATED)
+
+    def _ask(self, others: Iterable[Peer] | None = None) -> dict[Peer, str]:
+        """The states of other ranks, by default all."""
+        peers = [peer for peer in self.by_rank if peer.rank != dist.get_rank()] if others is None else list(others)
+        with ThreadPoolExecutor(_THREADS) as threads:
+            return dict(zip(peers, threads.map(Peer.state, peers), strict=True))
 
     def close(self) -> None:
         """Close the port: from now on, this rank counts as exited."""
@@ -87,15 +132,15 @@ class Peers:
             self.listening.close()
 
 
-def describe(states: list[tuple[Peer, str]]) -> str:
+def describe(states: dict[Peer, str]) -> str:
     """A text that names the lost ranks.
 
     >>> ranks = [Peer(0, "host-a", "", 0), Peer(2, "host-b", "", 0), Peer(3, "host-b", "", 0)]
-    >>> describe(list(zip(ranks, ["exited", "does not answer", "does not answer"])))
+    >>> describe(dict(zip(ranks, ["exited", "does not answer", "does not answer"])))
     'rank 0 on host-a exited; ranks 2, 3 on host-b do not answer'
     """
     found: dict[tuple[str, str], list[int]] = {}
-    for peer, state in states:
+    for peer, state in states.items():
         if state in ("exited", "does not answer"):
             found.setdefault((peer.host, state), []).append(peer.rank)
     parts = []

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, cast
 
 import torch
@@ -38,13 +38,23 @@ from ringspan.runtime.settings import RunError
 from ringspan.train.checkpoint import SETTINGS, STEPS, Checkpoints
 from ringspan.train.config import TrainSettings
 from ringspan.train.data import Corpus, select_on_all_ranks
-from ringspan.train.distributed import DistributedContext, init_distributed, shard_model
+from ringspan.train.distributed import DistributedContext, collective_seconds, init_distributed, shard_model
 from ringspan.train.metrics import RunMetrics, StepMetrics, hidden_share, measure_communication
-from ringspan.train.watchdog import Heartbeat, Phase, RankStatus, Straggler, Watchdog, find_slowest_rank
+from ringspan.train.watchdog import (
+    Heartbeat,
+    Phase,
+    RankStatus,
+    Straggler,
+    Watchdog,
+    check_folder_is_shared,
+    find_slowest_rank,
+)
 
 MODEL = "model"  # folder of the trained model, in the folder of the run
 
 _STOP, _INTERRUPT = 1, 2  # why a run is to stop; the larger one wins
+_SHARED_SECONDS = 60.0  # for a new file to be seen on all hosts: NFS remembers for so long that a folder was missing
+_FORWARDED_SECONDS = 1.0  # in which torchrun forwards an interrupt that its ranks have received too
 
 
 def _ignore(*_: Any) -> None:
@@ -87,6 +97,9 @@ class Trainer:
 
     def _set_up(self, settings: TrainSettings) -> None:
         device = self.context.device.device
+        check_folder_is_shared(
+            Path(settings.out), device, min(_SHARED_SECONDS, collective_seconds(settings.timeout) / 2)
+        )
         text = select_on_all_ranks(settings, bool(self.checkpoints.steps()), device)
         self.corpus, self.held_out = Corpus(text).split(settings.held_out)
         self.corpus.start_of(settings.seed, 0, settings.tokens)  # raises if the text is too short
@@ -226,6 +239,7 @@ class Trainer:
     def _interrupts_request_stop(self, on_interrupt: Callable[[], None]) -> Iterator[None]:
         """Turn the first SIGINT into a request to stop; the second raises KeyboardInterrupt.
 
+        Schedulers interrupt all processes of a job at once, and torchrun forwards its interrupt: that is one, not two.
         ``on_interrupt`` may print, so it runs in a thread: a signal can arrive in the middle of a write.
         """
         before = signal.getsignal(signal.SIGINT)
@@ -233,12 +247,18 @@ class Trainer:
             yield  # only the main thread may set handlers; an ignored signal stays ignored
             return
 
-        def on_first(*_: Any) -> None:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            self._stop_request = _INTERRUPT
-            threading.Thread(target=on_interrupt).start()
+        first = 0.0
 
-        signal.signal(signal.SIGINT, on_first)
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            nonlocal first
+            if not first:
+                first = time.monotonic()
+                self._stop_request = _INTERRUPT
+                threading.Thread(target=on_interrupt).start()
+            elif not dist.is_torchelastic_launched() or time.monotonic() - first > _FORWARDED_SECONDS:
+                signal.default_int_handler(number, frame)
+
+        signal.signal(signal.SIGINT, on_signal)
         try:
             yield
         finally:
@@ -380,20 +400,24 @@ class Trainer:
 
         Only after any other error is the port closed: this rank is not lost, and others ask.
         """
-        try:
-            yield
-        except BaseException as error:
-            is_lost = isinstance(error, dist.DistError) or isinstance(error.__cause__, dist.DistError)
-            if isinstance(error, RunError) or not (is_lost or "gloo" in str(error)):
-                self.context.peers.close()
-                raise
-            rank, host = self.context.rank, socket.gethostname()
-            lost = self.context.peers.lost() or (
-                f"all other ranks are alive, but did not answer within {self.settings.timeout:g} s"
-            )
-            raise rs.RingError(
-                f"rank {rank} on {host}: step {self.status.step + 1}, {self.status.phase}: {lost} ({error})"
-            ) from error
+        rank, host = self.context.rank, socket.gethostname()
+
+        def where() -> str:
+            return f"rank {rank} on {host}: step {self.status.step + 1}, {self.status.phase}"
+
+        with self.context.peers.naming_at_termination(where):
+            try:
+                yield
+            except BaseException as error:
+                is_lost = isinstance(error, dist.DistError) or isinstance(error.__cause__, dist.DistError)
+                if isinstance(error, RunError) or not (is_lost or "gloo" in str(error)):
+                    self.context.peers.close()
+                    raise
+                seconds = collective_seconds(self.settings.timeout)
+                lost = self.context.peers.lost() or (
+                    f"all other ranks are alive, but did not answer within {seconds:g} s"
+                )
+                raise rs.RingError(f"{where()}: {lost} ({error})") from error
 
 
 def _documents(corpus: Corpus, start: int, stop: int) -> Iterator[int]:

@@ -26,8 +26,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
+import torch
 import torch.distributed as dist
 
+from ringspan.runtime.collectives import all_gather_json, run_on_all_ranks
 from ringspan.runtime.files import write_atomic
 from ringspan.runtime.settings import RunError, check_types
 
@@ -293,6 +295,26 @@ class Watchdog:
         )
         sys.stderr.flush()
         os._exit(ORPHANED)
+
+
+def check_folder_is_shared(folder: Path, device: torch.device, seconds: float) -> None:
+    """Raise RunError on all ranks if one does not see a new file of rank 0 within ``seconds``. A collective."""
+    name = all_gather_json(f"shared-{secrets.token_hex(8)}", device=device)[0]
+    path, is_main = folder / name, dist.get_rank() == 0
+
+    def see() -> None:
+        deadline = time.monotonic() + seconds
+        while not path.exists():
+            if time.monotonic() > deadline:
+                raise RunError(f"{folder} on {socket.gethostname()} is not that of rank 0: all hosts must share --out")
+            time.sleep(_POLL_SECONDS)
+
+    run_on_all_ranks(lambda: write_atomic(path, "") if is_main else None, device)
+    try:
+        run_on_all_ranks(see, device)
+    finally:
+        if is_main:
+            path.unlink(missing_ok=True)
 
 
 def _can_be_launcher(process: int) -> bool:
