@@ -469,7 +469,7 @@ def _copying_seconds() -> float:
     def seconds(exchanges: bool) -> float:
         dist.barrier()
         start = time.perf_counter()
-        pending = [dist.isend(outgoing, peer), dist.irecv(incoming, peer)] if exchanges else []
+        pending = [dist.irecv(incoming, peer), dist.isend(outgoing, peer)] if exchanges else []
         for _ in range(_PRODUCTS):
             torch.mm(left, right)
         spent = time.perf_counter() - start
@@ -491,7 +491,7 @@ def _seconds_of_exchange(size: int, rounds: int) -> float:
     spent = []
     for _ in range(rounds + 1):
         start = time.perf_counter()
-        pending = [dist.isend(outgoing, peer), dist.irecv(incoming, peer)]
+        pending = [dist.irecv(incoming, peer), dist.isend(outgoing, peer)]
         for work in pending:
             if work is not None:
                 work.wait()
