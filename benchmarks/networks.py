@@ -96,7 +96,7 @@ def cells(results: Results) -> list[Cell]:
         for name, value in stored.items():
             if name.count(", ") == 3:
                 rate, pattern, layout, routing = name.split(", ")
-                rates = rates_of(rate, stored[LINKS], stored[f"alone, {pattern}"])
+                rates = rates_of(rate, stored[LINKS], stored[f"alone, {pattern}"], ranks_per_host)
                 found.append(Cell(ranks_per_host, rate, Case(pattern, layout, routing), value, rates))
     return found
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,12 +23,14 @@ from benchmarks.hosts import limit_own_link, parse_rate, read_traffic
 from benchmarks.suite import HEAD_DIM, HEADS
 from ringspan.planning.breakeven import time_alone
 from ringspan.runtime.collectives import all_gather_json
-from ringspan.tools.bench.trials import RankStopwatch, with_gradients
+from ringspan.tools.bench.trials import RankStopwatch, TurnTimer, with_gradients
+from ringspan.tools.measure import is_disturbed
 from ringspan.tools.plan_report import exchange_messages
 from ringspan.tools.rehearse import Network, rehearse_rank
 
 FASTEST = "10gbit"  # the rate at which the cost of copying is measured
 TOKENS = {"full": 4096, "dilated": 16384}
+ATTEMPTS = 3
 LINKS = "links"  # the item of the rates of links, which comes first
 
 
@@ -79,7 +82,7 @@ def names(ranks_per_host: int, rates: Sequence[str]) -> list[str]:
     return [LINKS, *alone, *(f"{rate}, {case}" for rate in rates for case in cases(ranks_per_host))]
 
 
-def rates_of(rate: str, links: Mapping[str, Any], alone: Mapping[str, Any]) -> rs.DeviceRates:
+def rates_of(rate: str, links: Mapping[str, Any], alone: Mapping[str, Any], ranks_per_host: int) -> rs.DeviceRates:
     """The rates of the model: none of them is measured on a ring."""
     return rs.DeviceRates(
         alone["flops"],
@@ -87,7 +90,8 @@ def rates_of(rate: str, links: Mapping[str, Any], alone: Mapping[str, Any]) -> r
         latency=links["inside"]["latency"],
         node_bandwidth=parse_rate(rate) / 8,
         node_latency=links["across"]["latency"],
-        copying=links["across"]["copying"],
+        copying=links["across"]["copying"] / ranks_per_host,  # each rank was delayed by the copying of all on its core
+        devices_per_core=ranks_per_host,
     )
 
 
@@ -126,24 +130,16 @@ class Measurements:
         }
 
     def alone(self, name: str) -> dict[str, Any]:
-        """The whole sequence on one rank: with all others idle, then on all ranks at once, for the speed of each."""
+        """The whole sequence on one rank of each host at the same time, which has the core for itself."""
         n = self.tokens[name]
         options = dict(pattern=pattern_of(name, self.tokens), causal=True)
         tensors = [torch.randn(1, n, HEADS, HEAD_DIM, requires_grad=True) for _ in range(3)]
         step = with_gradients(tensors, torch.randn(1, n, HEADS, HEAD_DIM), options)
-        step()
-        seconds, together = [], []
-        for _ in range(self.rounds):
-            with RankStopwatch() as watch:
-                if self.rank == 0:
-                    step()
-            seconds.append(watch.seconds)
-            with RankStopwatch() as watch:
-                step()
-            together.append(watch.seconds)
+        own = step if self.rank % self.per_host == 0 else lambda: None
+        seconds = TurnTimer(RankStopwatch).in_turns({"alone": own}, self.rounds)["alone"]
         plan = rs.plan(options["pattern"], n, causal=True, heads=HEADS, head_dim=HEAD_DIM)
         unit = rs.DeviceRates(1.0, bandwidth=1.0, latency=0.0)
-        return dict(seconds=seconds, together=together, flops=time_alone(plan, unit).work / min(together))
+        return dict(seconds=seconds, flops=time_alone(plan, unit).work / statistics.median(seconds))
 
     def ring(self, rate: str, case: Case) -> dict[str, Any]:
         """Steps over the ring, after one that warms up, and a rehearsal by all ranks at the same time."""
@@ -154,33 +150,53 @@ class Measurements:
         tensors = [torch.randn(1, rows, HEADS, HEAD_DIM, requires_grad=True) for _ in range(3)]
         grad = torch.randn(1, rows, HEADS, HEAD_DIM)
         options = dict(pattern=plan.pattern, causal=True, ring=ring, seq_len=n)
-        seconds, waits, sent, foreign = [], [], [], []
-        for turn in range(self.rounds + 1):
+
+        def step() -> list[float]:
             ring.reset_counters()
+            before = read_traffic().sent
+            out = rs.attention(*tensors, **options)  # type: ignore[arg-type]
+            forward = ring.counters.waiting_seconds
+            torch.autograd.grad(out, tensors, grad)
             dist.barrier()
-            before = read_traffic()
-            with RankStopwatch() as watch:
-                out = rs.attention(*tensors, **options)  # type: ignore[arg-type]
-                forward = ring.counters.waiting_seconds
-                torch.autograd.grad(out, tensors, grad)
-            backward = ring.counters.waiting_seconds - forward
-            every = all_gather_json([forward, backward, read_traffic().sent - before.sent])
-            if turn:
-                seconds.append(watch.seconds)
-                waits.append([one[:2] for one in every])
-                sent.append([one[2] for one in every[:: self.per_host]])
-                foreign.append(watch.foreign_cores)
-        network = Network(rates_of(rate, self.known[LINKS], self.known[f"alone, {case.pattern}"]), self.per_host)
-        dist.barrier()
-        mine = rehearse_rank(plan, self.rank, network, torch.float32, backward=True)
-        rehearsed = all_gather_json([mine.working, mine.forward.waiting, mine.backward.waiting if mine.backward else 0])
-        return dict(seconds=seconds, waits=waits, sent=sent, foreign=foreign, rehearsed=rehearsed)
+            return [forward, ring.counters.waiting_seconds - forward, read_traffic().sent - before]
+
+        step()
+        steps = [undisturbed(step) for _ in range(self.rounds)]
+        links, alone = self.known[LINKS], self.known[f"alone, {case.pattern}"]
+        network = Network(rates_of(rate, links, alone, self.per_host), self.per_host)
+        _, rehearsed = undisturbed(lambda: rehearse(plan, self.rank, network))
+        return dict(
+            seconds=[seconds for seconds, _ in steps],
+            waits=[[rank[:2] for rank in by_rank] for _, by_rank in steps],
+            sent=[[rank[2] for rank in by_rank[:: self.per_host]] for _, by_rank in steps],
+            rehearsed=rehearsed,
+        )
 
     def limit(self, rate: str) -> None:
         dist.barrier()
         if self.rank % self.per_host == 0:
             limit_own_link(rate)
         dist.barrier()
+
+
+def rehearse(plan: rs.RingPlan, rank: int, network: Network) -> list[float]:
+    """Seconds of work, measured, and of waiting in forward and backward, computed."""
+    found = rehearse_rank(plan, rank, network, torch.float32, backward=True)
+    assert found.backward is not None
+    return [found.working, found.forward.waiting, found.backward.waiting]
+
+
+def undisturbed(task: Callable[[], list[float]]) -> tuple[float, list[list[float]]]:
+    """The seconds of a task of all ranks, and what it returns on each; of a few attempts if other programs disturb it."""
+    found = []
+    for _ in range(ATTEMPTS):
+        with RankStopwatch() as watch:
+            mine = task()
+        found.append((watch.foreign_cores, watch.seconds, all_gather_json(mine)))
+        if not is_disturbed(watch.foreign_cores, watch.seconds):
+            break
+    _, seconds, by_rank = min(found)
+    return seconds, by_rank
 
 
 def main() -> None:

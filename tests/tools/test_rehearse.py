@@ -3,6 +3,8 @@
 import statistics
 from functools import lru_cache
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -134,16 +136,33 @@ def test_links_within_and_across_nodes_are_independent() -> None:
     clock = RehearsalClock(network)
     start = clock.now
     assert clock.arrival({False: 100, True: 0}) == pytest.approx(start + 2)
-    assert clock.arrival({False: 100, True: 100}) == pytest.approx(start + 11)  # 1 + 100/10; the other link: 4
-    assert clock.arrival({False: 0, True: 10}) == pytest.approx(start + 13)  # after the previous transfer
-    assert clock.wait_until(start + 13) == pytest.approx(13, abs=0.1)
+    assert clock.arrival({False: 100, True: 100}) == pytest.approx(start + 4)  # after the first; the other: 1 + 100/40
+    assert clock.arrival({False: 0, True: 10}) == pytest.approx(start + 4.75)  # after the previous transfer
+    assert clock.wait_until(start + 5) == pytest.approx(5, abs=0.1)
     assert clock.wait_until(start + 5) == 0
     assert clock.arrival({False: 0, True: 0}) == clock.now
 
 
+def test_ranks_of_a_node_divide_its_link_as_their_plans_say() -> None:
+    """Relayed over two nodes of two, contiguous and not causal, only one rank of a node sends to the other node."""
+    rates = DeviceRates(1, bandwidth=1e12, latency=0, node_bandwidth=1e6)
+    network = Network(rates, ranks_per_node=2)
+    relay, direct = (
+        rs.plan(rs.Full(), 1024, ring_size=4, layout="contiguous", routing=routing) for routing in ("relay", "direct")
+    )
+    assert set(network.ahead(relay, 1, backward=False).values()) == {0}
+    parcel = 2 * 256 * 8 * 64 * 4
+    hops = network.ahead(direct, 1, backward=False)
+    assert {hops[f"parcels of hop {hop}"] for hop in (1, 3)} == {0}
+    assert hops["parcels of hop 2"] == parcel  # of rank 0
+    assert Network(replace(rates, node_bandwidth=None), 2).ahead(direct, 1, backward=False) == {}
+    rank = rehearse_rank(direct, 1, network, torch.float32, backward=False)
+    assert rank.waiting == pytest.approx(4 * parcel / 1e6, abs=0.1)
+
+
 def test_the_stand_in_fills_every_buffer_with_the_clock_paused() -> None:
     buffers = [torch.full((2, 1, 300_000, 8), torch.nan) for _ in range(2)]
-    transport = StandInTransport(0, FAST, torch.device("cpu"), lambda: None)
+    transport = StandInTransport(0, FAST, torch.device("cpu"), lambda: None, {})
     before = transport.clock.working
     pending = transport.send_receive([], [(1, buffer) for buffer in buffers], "parcels")
     spent = transport.clock.working - before

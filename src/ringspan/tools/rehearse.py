@@ -7,7 +7,7 @@ time is computed from a network model. Work is measured, waiting is computed, an
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -32,7 +32,8 @@ from ringspan.tools.measure import Stopwatch, is_disturbed
 class Network:
     """The links of `DeviceRates`, which are on nodes of ``ranks_per_node``; None for a single node.
 
-    All ranks of a node are assumed to send at the same time, so each has an even share of its ``node_bandwidth``.
+    The ranks of a node are assumed to post the messages of a hop at the same time. They divide its ``node_bandwidth``
+    equally.
     """
 
     rates: DeviceRates
@@ -47,9 +48,31 @@ class Network:
     def seconds(self, size: int, across: bool) -> float:
         """The time to transfer ``size`` bytes over one idle link."""
         latency, bandwidth = self.rates.link(across)
-        if across and self.rates.node_bandwidth is not None and self.ranks_per_node is not None:
-            bandwidth /= self.ranks_per_node
         return latency + size / bandwidth
+
+    def ahead(self, plan: RingPlan, rank: int, *, backward: bool) -> dict[str, int]:
+        """For each batch of a rank, the bytes of other ranks that its node's link carries until those of it are through.
+
+        On a link that is divided equally, each of the others sends as many meanwhile, if it has as many.
+        """
+        if self.rates.node_bandwidth is None or self.ranks_per_node is None:
+            return {}
+        first = rank - rank % self.ranks_per_node
+        node = range(first, min(first + self.ranks_per_node, plan.layout.ring_size))
+        found: dict[str, dict[int, tuple[int, int]]] = {}
+        for each in node:
+            for batch in plan.batches(each, backward=backward):
+                ways = ([m for m in way if self.is_across(each, m.peer)] for way in (batch.sends, batch.receives))
+                out, into = (sum(message.bytes for message in way) for way in ways)
+                found.setdefault(batch.label, {})[each] = out, into
+        return {
+            label: max(
+                sum(min(bytes_[way], by_rank[rank][way]) for other, bytes_ in by_rank.items() if other != rank)
+                for way in (0, 1)
+            )
+            for label, by_rank in found.items()
+            if rank in by_rank
+        }
 
 
 class RehearsalClock:
@@ -105,8 +128,16 @@ _NOISE_NUMBERS = 2**14  # few, since they count towards the memory of the rank
 class StandInTransport:
     """The transport of a rehearsed rank: received buffers are filled with noise, and nothing is sent."""
 
-    def __init__(self, rank: int, network: Network, device: torch.device, synchronize: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        network: Network,
+        device: torch.device,
+        synchronize: Callable[[], None],
+        ahead: Mapping[str, int],
+    ) -> None:
         self.rank, self.network, self.counters, self.synchronize = rank, network, Counters(), synchronize
+        self._ahead = ahead
         self._noise = torch.randn(_NOISE_NUMBERS, generator=torch.Generator().manual_seed(0)).to(device)
         self.clock = RehearsalClock(network)
 
@@ -115,6 +146,8 @@ class StandInTransport:
         with self.clock.paused():
             self.counters.count(sends, receives)
             sizes = {across: max(self._bytes(way, across) for way in (sends, receives)) for across in (False, True)}
+            if sizes[True]:
+                sizes[True] += self._ahead.get(label, 0)
             for _, buffer in receives:
                 self._fill(buffer)
             self.synchronize()
@@ -242,8 +275,9 @@ def _run(
         shape = (sizes.batch, own.rows, heads, sizes.head_dim)
         return torch.empty(shape, dtype=dtype, device=device.device).normal_()
 
-    def new_transport(begin: float) -> StandInTransport:
-        transport = StandInTransport(rank, network, device.device, _synchronize_for(device))
+    def new_transport(begin: float, backward: bool) -> StandInTransport:
+        ahead = network.ahead(plan, rank, backward=backward)
+        transport = StandInTransport(rank, network, device.device, _synchronize_for(device), ahead)
         if recorder is not None:
             transport.counters.recorder = recorder
             recorder.now = lambda: round(1e9 * (begin + transport.clock.running_now))
@@ -251,14 +285,14 @@ def _run(
 
     q, k, v = rows(sizes.heads), rows(sizes.kv_heads), rows(sizes.kv_heads)
     with torch.no_grad():
-        transport = new_transport(begin=0.0)
+        transport = new_transport(begin=0.0, backward=False)
         wide_out, lse = run_forward(own, traced(transport), q, k, v, scores=scores, kernel=kernel)
         out = wide_out.to(dtype)  # as the operator returns it
         del wide_out
         passes = [_metrics(transport)]
         if backward:
             grad_out = torch.ones_like(out)
-            transport = new_transport(begin=passes[0].seconds)
+            transport = new_transport(begin=passes[0].seconds, backward=True)
             needs = (True, True, True)
             tensors = (grad_out, None, q, k, v, out, lse)
             wide = run_backward(own, traced(transport), *tensors, scores=scores, kernel=kernel, needs=needs)
