@@ -48,7 +48,9 @@ SUITES = {
     "hilbert": Entry("Token orders of grids: locality, traffic, cost", 6, 15, "docs/hilbert.md"),
     "slides": Entry("Slides: orders of tiles, learning across ranks, a large slide", 7, 18, "docs/slide_orders.md"),
     "faults": Entry("Training runs killed at scripted and random points", 5, 20, "docs/faults.md"),
-    "networks": Entry("Rings over two hosts: links of several rates, predicted and measured", 5, 12, "docs/networks.md"),
+    "networks": Entry(
+        "Rings over two hosts: links of several rates, predicted and measured", 5, 12, "docs/networks.md"
+    ),
     "host_faults": Entry("Training over two hosts, one of which fails", 4, 14, "docs/faults.md"),
     "fuzz": Entry("Damaged checkpoints, settings and models", 1, 5, "docs/faults.md"),
     "faulty_rings": Entry("`ringspan verify` on twelve faulty rings", 8, 25, "docs/verify.md"),

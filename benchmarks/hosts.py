@@ -339,7 +339,7 @@ def parse_rate(rate: str) -> float:
 
 
 def limit_own_link(rate: str) -> None:
-    """Limit what the host of this process sends, from inside: a program that runs on all hosts may change their links."""
+    """Limit what the host of this process sends, from inside: for programs that change their links."""
     subprocess.run(["tc", "qdisc", "replace", "dev", INTERFACE, *_shaping(rate)], check=True)
 
 

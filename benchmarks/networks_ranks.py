@@ -68,16 +68,11 @@ def cases(ranks_per_host: int) -> list[Case]:
     """All that differ: two ranks send the same messages by every routing."""
     routings = ("relay", "direct", "by node") if ranks_per_host > 1 else ("relay",)
     layouts: tuple[rs.LayoutName, ...] = ("contiguous", "zigzag")
-    return [
-        Case(pattern, layout, routing)
-        for pattern in TOKENS
-        for layout in layouts
-        for routing in routings
-    ]
+    return [Case(pattern, layout, routing) for pattern in TOKENS for layout in layouts for routing in routings]
 
 
 def names(ranks_per_host: int, rates: Sequence[str]) -> list[str]:
-    """All items, in the order of measuring: rates of the links, one process alone, and rings over links of each rate."""
+    """All items, in the order of measuring: rates of the links, one rank alone, and rings over links of each rate."""
     alone = [f"alone, {pattern}" for pattern in TOKENS]
     return [LINKS, *alone, *(f"{rate}, {case}" for rate in rates for case in cases(ranks_per_host))]
 
@@ -132,7 +127,7 @@ class Measurements:
     def alone(self, name: str) -> dict[str, Any]:
         """The whole sequence on one rank of each host at the same time, which has the core for itself."""
         n = self.tokens[name]
-        options = dict(pattern=pattern_of(name, self.tokens), causal=True)
+        options: dict[str, Any] = dict(pattern=pattern_of(name, self.tokens), causal=True)
         tensors = [torch.randn(1, n, HEADS, HEAD_DIM, requires_grad=True) for _ in range(3)]
         step = with_gradients(tensors, torch.randn(1, n, HEADS, HEAD_DIM), options)
         own = step if self.rank % self.per_host == 0 else lambda: None
@@ -149,12 +144,12 @@ class Measurements:
         n, rows = self.tokens[case.pattern], plan.layout.rows_of(self.rank)
         tensors = [torch.randn(1, rows, HEADS, HEAD_DIM, requires_grad=True) for _ in range(3)]
         grad = torch.randn(1, rows, HEADS, HEAD_DIM)
-        options = dict(pattern=plan.pattern, causal=True, ring=ring, seq_len=n)
+        options: dict[str, Any] = dict(pattern=plan.pattern, causal=True, ring=ring, seq_len=n)
 
         def step() -> list[float]:
             ring.reset_counters()
             before = read_traffic().sent
-            out = rs.attention(*tensors, **options)  # type: ignore[arg-type]
+            out = rs.attention(*tensors, **options)
             forward = ring.counters.waiting_seconds
             torch.autograd.grad(out, tensors, grad)
             dist.barrier()
@@ -187,7 +182,7 @@ def rehearse(plan: rs.RingPlan, rank: int, network: Network) -> list[float]:
 
 
 def undisturbed(task: Callable[[], list[float]]) -> tuple[float, list[list[float]]]:
-    """The seconds of a task of all ranks, and what it returns on each; of a few attempts if other programs disturb it."""
+    """The seconds of a task of all ranks, and what it returns on each; repeated if other programs disturb it."""
     found = []
     for _ in range(ATTEMPTS):
         with RankStopwatch() as watch:

@@ -1,9 +1,8 @@
 """Rehearsals against real rings: equal bytes, memory within 10 %; and the network model."""
 
 import statistics
-from functools import lru_cache
-
 from dataclasses import replace
+from functools import lru_cache
 
 import pytest
 import torch
@@ -135,12 +134,13 @@ def test_links_within_and_across_nodes_are_independent() -> None:
     assert not network.is_across(4, 7)
     clock = RehearsalClock(network)
     start = clock.now
-    assert clock.arrival({False: 100, True: 0}) == pytest.approx(start + 2)
-    assert clock.arrival({False: 100, True: 100}) == pytest.approx(start + 4)  # after the first; the other: 1 + 100/40
-    assert clock.arrival({False: 0, True: 10}) == pytest.approx(start + 4.75)  # after the previous transfer
+    assert clock.arrival({(False, True): 100}) == pytest.approx(start + 2)
+    assert clock.arrival({(False, True): 100, (True, True): 100}) == pytest.approx(start + 4)  # the other: 1 + 100/40
+    assert clock.arrival({(True, True): 10}) == pytest.approx(start + 4.75)  # after the previous transfer
+    assert clock.arrival({(True, False): 10}) == pytest.approx(start + 1.25)  # in the other direction
     assert clock.wait_until(start + 5) == pytest.approx(5, abs=0.1)
     assert clock.wait_until(start + 5) == 0
-    assert clock.arrival({False: 0, True: 0}) == clock.now
+    assert clock.arrival({}) == clock.now
 
 
 def test_ranks_of_a_node_divide_its_link_as_their_plans_say() -> None:
@@ -150,14 +150,14 @@ def test_ranks_of_a_node_divide_its_link_as_their_plans_say() -> None:
     relay, direct = (
         rs.plan(rs.Full(), 1024, ring_size=4, layout="contiguous", routing=routing) for routing in ("relay", "direct")
     )
-    assert set(network.ahead(relay, 1, backward=False).values()) == {0}
-    parcel = 2 * 256 * 8 * 64 * 4
+    parcel, out, into = 2 * 256 * 8 * 64 * 4, (True, True), (True, False)
+    assert {size for links in network.ahead(relay, 1, backward=True).values() for size in links.values()} == {0}
     hops = network.ahead(direct, 1, backward=False)
-    assert {hops[f"parcels of hop {hop}"] for hop in (1, 3)} == {0}
-    assert hops["parcels of hop 2"] == parcel  # of rank 0
+    assert [hops[f"parcels of hop {hop}"] for hop in (1, 2, 3)] == [{out: 0}, {out: parcel, into: parcel}, {into: 0}]
     assert Network(replace(rates, node_bandwidth=None), 2).ahead(direct, 1, backward=False) == {}
     rank = rehearse_rank(direct, 1, network, torch.float32, backward=False)
-    assert rank.waiting == pytest.approx(4 * parcel / 1e6, abs=0.1)
+    link = (1 + 2 + 1) * parcel / 1e6
+    assert link - rank.working <= rank.waiting <= 1.001 * link
 
 
 def test_the_stand_in_fills_every_buffer_with_the_clock_paused() -> None:

@@ -453,7 +453,7 @@ def measure_link() -> LinkRates:
 
 
 def exchange_messages(peer: int | None = None) -> LinkRates:
-    """Runs on all processes, each with a peer (default: of two processes, the other one): the rates that this one sees."""
+    """Runs on all processes, each with a peer (default: the other one of two): the rates that this one sees."""
     import torch.distributed as dist  # noqa: PLC0415
 
     peer = 1 - dist.get_rank() if peer is None else peer

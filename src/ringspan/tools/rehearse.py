@@ -7,7 +7,7 @@ time is computed from a network model. Work is measured, waiting is computed, an
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -26,6 +26,9 @@ from ringspan.runtime.device import Device, local_device
 from ringspan.runtime.launch import run_local_ranks
 from ringspan.runtime.trace_file import TraceLane
 from ringspan.tools.measure import Stopwatch, is_disturbed
+
+Link = tuple[bool, bool]  # whether it leaves the node, and whether the rank sends on it
+Sized = Sequence[tuple[int, int]]  # peer, bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,40 +53,52 @@ class Network:
         latency, bandwidth = self.rates.link(across)
         return latency + size / bandwidth
 
-    def ahead(self, plan: RingPlan, rank: int, *, backward: bool) -> dict[str, int]:
-        """For each batch of a rank, the bytes of other ranks that its node's link carries until those of it are through.
+    def links(self, rank: int, sends: Sized, receives: Sized) -> dict[Link, int]:
+        """The bytes of some messages, each with its peer, on each of the rank's links."""
+        found: dict[Link, int] = {}
+        for is_sent, messages in ((True, sends), (False, receives)):
+            for peer, size in messages:
+                link = self.is_across(rank, peer), is_sent
+                found[link] = found.get(link, 0) + size
+        return found
+
+    def ahead(self, plan: RingPlan, rank: int, *, backward: bool) -> dict[str, dict[Link, int]]:
+        """For each batch of a rank, the bytes of other ranks that its node's links carry until its own are through.
 
         On a link that is divided equally, each of the others sends as many meanwhile, if it has as many.
         """
         if self.rates.node_bandwidth is None or self.ranks_per_node is None:
             return {}
         first = rank - rank % self.ranks_per_node
-        node = range(first, min(first + self.ranks_per_node, plan.layout.ring_size))
-        found: dict[str, dict[int, tuple[int, int]]] = {}
-        for each in node:
-            for batch in plan.batches(each, backward=backward):
-                ways = ([m for m in way if self.is_across(each, m.peer)] for way in (batch.sends, batch.receives))
-                out, into = (sum(message.bytes for message in way) for way in ways)
-                found.setdefault(batch.label, {})[each] = out, into
+        by_rank = {
+            each: {
+                batch.label: self.links(
+                    each, *([(m.peer, m.bytes) for m in way] for way in (batch.sends, batch.receives))
+                )
+                for batch in plan.batches(each, backward=backward)
+            }
+            for each in range(first, min(first + self.ranks_per_node, plan.layout.ring_size))
+        }
+        others = [batches for each, batches in by_rank.items() if each != rank]
         return {
-            label: max(
-                sum(min(bytes_[way], by_rank[rank][way]) for other, bytes_ in by_rank.items() if other != rank)
-                for way in (0, 1)
-            )
-            for label, by_rank in found.items()
-            if rank in by_rank
+            label: {
+                link: sum(min(size, batches.get(label, {}).get(link, 0)) for batches in others)
+                for link, size in links.items()
+                if link[0]
+            }
+            for label, links in by_rank[rank].items()
         }
 
 
 class RehearsalClock:
     """The time of the rehearsed rank: measured while it works, computed while it waits.
 
-    Each link carries one transfer at a time.
+    Each link carries one transfer at a time in each direction.
     """
 
     def __init__(self, network: Network) -> None:
         self._network = network
-        self._free_at = {False: 0.0, True: 0.0}  # by whether the link leaves the node
+        self._free_at: dict[Link, float] = {}
         self.working = self.waiting = 0.0
         self._since = time.perf_counter()
 
@@ -105,14 +120,14 @@ class RehearsalClock:
         finally:
             self._since = time.perf_counter()
 
-    def arrival(self, sizes: dict[bool, int]) -> float:
-        """When a transfer that starts now ends; ``sizes``: bytes on each kind of link, in the busier direction."""
+    def arrival(self, sizes: Mapping[Link, int]) -> float:
+        """When a transfer that starts now ends; ``sizes``: bytes on each link."""
         end = self.now
-        for across, size in sizes.items():
+        for link, size in sizes.items():
             if size:
-                start = max(self.now, self._free_at[across])
-                self._free_at[across] = start + self._network.seconds(size, across)
-                end = max(end, self._free_at[across])
+                start = max(self.now, self._free_at.get(link, 0.0))
+                self._free_at[link] = start + self._network.seconds(size, link[0])
+                end = max(end, self._free_at[link])
         return end
 
     def wait_until(self, arrival: float) -> float:
@@ -134,7 +149,7 @@ class StandInTransport:
         network: Network,
         device: torch.device,
         synchronize: Callable[[], None],
-        ahead: Mapping[str, int],
+        ahead: Mapping[str, Mapping[Link, int]],
     ) -> None:
         self.rank, self.network, self.counters, self.synchronize = rank, network, Counters(), synchronize
         self._ahead = ahead
@@ -145,16 +160,13 @@ class StandInTransport:
         self.synchronize()
         with self.clock.paused():
             self.counters.count(sends, receives)
-            sizes = {across: max(self._bytes(way, across) for way in (sends, receives)) for across in (False, True)}
-            if sizes[True]:
-                sizes[True] += self._ahead.get(label, 0)
+            sized = ([(peer, x.nbytes) for peer, x in messages] for messages in (sends, receives))
+            ahead = self._ahead.get(label, {})
+            sizes = {link: n + ahead.get(link, 0) for link, n in self.network.links(self.rank, *sized).items()}
             for _, buffer in receives:
                 self._fill(buffer)
             self.synchronize()
             return StandInWork(self, self.clock.arrival(sizes))
-
-    def _bytes(self, messages: Messages, across: bool) -> int:
-        return sum(x.nbytes for peer, x in messages if self.network.is_across(self.rank, peer) == across)
 
     def _fill(self, buffer: Tensor) -> None:
         numbers = buffer.view(-1)
