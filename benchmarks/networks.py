@@ -231,7 +231,12 @@ def break_even_table(every: list[Cell]) -> Table:
     for by_rate in _curves(every):
         first = by_rate[0]
         rows.append(
-            [f"2 x {first.ranks_per_host}", str(first.case), measured_break_even(by_rate), planned_break_even(by_rate)]
+            [
+                f"2 x {first.ranks_per_host}",
+                str(first.case),
+                measured_break_even(by_rate),
+                _bits(planned_break_even(first)),
+            ]
         )
     text = (
         "From this rate of the links on, a ring of two hosts is faster than one host, which computes the whole "
@@ -253,25 +258,23 @@ def measured_break_even(curve: list[Cell]) -> str:
     bits = [parse_rate(cell.rate) for cell in curve]
     gains = [cell.alone - cell.measured for cell in curve]
     if gains[0] > 0:
-        return f"below {_rate(curve[0].rate)}"
+        return f"below {_bits(bits[0])}"
     if gains[-1] <= 0:
-        return f"not up to {_rate(curve[-1].rate)}"
+        return f"not up to {_bits(bits[-1])}"
     above = next(i for i, gain in enumerate(gains) if gain > 0)
     share = gains[above] / (gains[above] - gains[above - 1])
     return _bits(1 / (1 / bits[above] + share * (1 / bits[above - 1] - 1 / bits[above])))
 
 
-def planned_break_even(curve: list[Cell]) -> str:
-    """By bisection of the model's step time."""
-    cell, (low, high) = curve[0], SEARCHED
+def planned_break_even(cell: Cell) -> float:
+    """Bits per second, by bisection of the model's step time; infinite if the ring is never faster."""
+    low, high = SEARCHED
     if not _is_faster(cell, high):
-        return f"not up to {_bits(high)}"
-    if _is_faster(cell, low):
-        return f"below {_bits(low)}"
-    while high / low > 1.01:
+        return math.inf
+    while high / low > 1.001:
         middle = math.sqrt(low * high)
         low, high = (low, middle) if _is_faster(cell, middle) else (middle, high)
-    return _bits(high)
+    return high
 
 
 def _is_faster(cell: Cell, bits: float) -> bool:
@@ -297,6 +300,10 @@ def rates_picture(every: list[Cell]) -> Picture:
             axis.plot([parse_rate(c.rate) for c in cells_of], [c.measured for c in cells_of], marker, color=colour)
         axis.axhline(panel[0][0].alone, color="#555555", linewidth=0.8, linestyle=":")
         axis.annotate("one host", (max(curve), panel[0][0].alone), ha="right", va="bottom", fontsize=8, color="#555555")
+        at = min(planned_break_even(cells_of[0]) for cells_of in panel)
+        if at > min(bits):
+            axis.plot([at], [panel[0][0].alone], "v", color="black", markersize=5)
+            axis.annotate(f" {_bits(at)}", (at, panel[0][0].alone), va="bottom", fontsize=8)
         axis.set_xscale("log")
         axis.set_ylim(bottom=0)
         axis.set_title(f"2 hosts x {ranks_per_host}, {pattern}", fontsize=10)
@@ -305,7 +312,8 @@ def rates_picture(every: list[Cell]) -> Picture:
     axes[0].set_ylabel("seconds of a step", fontsize=9)
     caption = (
         "Seconds of a forward and a backward pass over links of a rate: lines as `rs.plan` predicts them, points as "
-        "measured (crosses: routing by node). Below the dotted line, the ring is faster than one host."
+        "measured (crosses: routing by node). Below the dotted line, the ring is faster than one host. The triangle is "
+        "the slowest link at which a ring is, as planned; without a triangle, rings are at all these rates."
     )
     return Picture("networks", figure, caption)
 
@@ -414,6 +422,8 @@ def _rate(rate: str) -> str:
 
 
 def _bits(bits: float) -> str:
+    if bits == math.inf:
+        return "never"
     return f"{bits / 1e9:.2g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
 
 
