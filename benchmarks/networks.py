@@ -303,7 +303,7 @@ def rates_picture(every: list[Cell]) -> Picture:
         at = min(planned_break_even(cells_of[0]) for cells_of in panel)
         if at > min(bits):
             axis.plot([at], [panel[0][0].alone], "v", color="black", markersize=5)
-            axis.annotate(f" {_bits(at)}", (at, panel[0][0].alone), va="bottom", fontsize=8)
+            axis.annotate(f"{_bits(at)}  ", (at, panel[0][0].alone), ha="right", va="top", fontsize=8)
         axis.set_xscale("log")
         axis.set_ylim(bottom=0)
         axis.set_title(f"2 hosts x {ranks_per_host}, {pattern}", fontsize=10)
@@ -360,8 +360,8 @@ def method() -> Table:
         ["hosts", "network namespaces with links of a set rate in each direction (`benchmarks.hosts`); torchrun, gloo"],
         ["cores", "one for each host, for all its ranks, the threads of gloo and the kernel's network"],
         ["calls", f"causal, {HEADS} heads of {HEAD_DIM}, fp32: full attention of {full} tokens; "
-                  f"{pattern_of('dilated', TOKENS)} of {dilated}"],
-        ["times", "median of rounds after one that warms up, of the slowest rank; disturbed rounds are repeated"],
+                  f"{pattern_of('dilated', TOKENS).text} of {dilated}"],
+        ["times", "median of rounds after one that warms up, of the slowest rank; rounds that other programs disturb are repeated"],
         ["plan", "the time model of `rs.plan`, `rs.best_layout` and `rs.best_plan`, for the whole ring"],
         ["rehearse", "`rehearse_rank` for all ranks at the same time, which share cores as in the ring: work is "
                      "measured, waiting computed"],

@@ -149,6 +149,7 @@ class Measurements:
         def step() -> list[float]:
             ring.reset_counters()
             before = read_traffic().sent
+            dist.barrier()  # no other rank sends before this host has read its counter
             out = rs.attention(*tensors, **options)
             forward = ring.counters.waiting_seconds
             torch.autograd.grad(out, tensors, grad)
