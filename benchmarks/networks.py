@@ -361,7 +361,7 @@ def method() -> Table:
         ["cores", "one for each host, for all its ranks, the threads of gloo and the kernel's network"],
         ["calls", f"causal, {HEADS} heads of {HEAD_DIM}, fp32: full attention of {full} tokens; "
                   f"{pattern_of('dilated', TOKENS).text} of {dilated}"],
-        ["times", "median of rounds after one that warms up, of the slowest rank; a round that other programs disturb is "
+        ["times", "median of rounds after one that warms up, of the slowest rank; a round that others disturb is "
                   "repeated"],
         ["plan", "the time model of `rs.plan`, `rs.best_layout` and `rs.best_plan`, for the whole ring"],
         ["rehearse", "`rehearse_rank` for all ranks at the same time, which share cores as in the ring: work is "
