@@ -2,7 +2,7 @@
 
     python -m benchmarks                       # list the suites
     python -m benchmarks ring one_device       # measure these
-    python -m benchmarks all                   # measure everything in about 90 minutes, as `make bench` does
+    python -m benchmarks all                   # measure everything in about 95 minutes, as `make bench` does
     python -m benchmarks all --long            # more rounds and longer runs: more than five hours
     python -m benchmarks ring --only speed     # one part; the other parts keep their stored results
     python -m benchmarks scale --resume        # continue an interrupted run
@@ -48,6 +48,9 @@ SUITES = {
     "hilbert": Entry("Token orders of grids: locality, traffic, cost", 6, 15, "docs/hilbert.md"),
     "slides": Entry("Slides: orders of tiles, learning across ranks, a large slide", 7, 18, "docs/slide_orders.md"),
     "faults": Entry("Training runs killed at scripted and random points", 5, 20, "docs/faults.md"),
+    "networks": Entry(
+        "Rings over two hosts: links of several rates, predicted and measured", 7, 20, "docs/networks.md"
+    ),
     "host_faults": Entry("Training over two hosts, one of which fails", 4, 14, "docs/faults.md"),
     "traces": Entry("Training steps over two hosts, traced and not traced", 1, 4, "docs/traces.md"),
     "fuzz": Entry("Damaged checkpoints, settings and models", 1, 5, "docs/faults.md"),

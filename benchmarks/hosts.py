@@ -113,10 +113,7 @@ class Host:
 
     def set_rate(self, rate: str) -> None:
         """Limit the link to this rate in each direction, such as ``"1gbit"``."""
-        bits = parse_rate(rate)
-        burst = max(int(bits / 8 * _BURST_SECONDS), _SMALLEST_BURST)
-        queue = burst + max(int(bits / 8 * _QUEUE_SECONDS), 4 * _SMALLEST_BURST)
-        shaping = f"root tbf rate {bits:.0f}bit burst {burst} limit {queue}".split()
+        shaping = _shaping(rate)
         self._first.configure("tc", "qdisc", "replace", "dev", INTERFACE, *shaping)
         self._switch.configure("tc", "qdisc", "replace", "dev", self._port, *shaping)
 
@@ -339,6 +336,18 @@ def parse_rate(rate: str) -> float:
     if not found or not float(found[1]):
         raise ValueError(f"rate={rate!r}: must be a number and kbit, mbit or gbit, such as 100mbit")
     return float(found[1]) * _UNITS[found[2]]
+
+
+def limit_own_link(rate: str) -> None:
+    """Limit what the host of this process sends, from inside: for programs that change their links."""
+    subprocess.run(["tc", "qdisc", "replace", "dev", INTERFACE, *_shaping(rate)], check=True)
+
+
+def _shaping(rate: str) -> list[str]:
+    bits = parse_rate(rate)
+    burst = max(int(bits / 8 * _BURST_SECONDS), _SMALLEST_BURST)
+    queue = burst + max(int(bits / 8 * _QUEUE_SECONDS), 4 * _SMALLEST_BURST)
+    return f"root tbf rate {bits:.0f}bit burst {burst} limit {queue}".split()
 
 
 def read_traffic(counters: Path = Path("/proc/net/dev")) -> Traffic:

@@ -227,6 +227,7 @@ def test_no_length_for_packed_documents_and_for_one_device() -> None:
         ({"seq_len": 8, "devices": 2, "devices_per_node": 0}, "devices_per_node=0"),
         ({"seq_len": 8, "devices": 2, "layer_weights": -1}, "layer_weights=-1"),
         ({"seq_len": 8, "devices": 2, "rates": rs.DeviceRates(1, 1, 1, node_bandwidth=1)}, "devices_per_node"),
+        ({"seq_len": 8, "devices": 2, "rates": rs.DeviceRates(1, 1, 1, devices_per_core=2)}, "devices_per_core=2"),
         ({"seq_len": 2**20, "devices": 2, "memory": 1e6}, "no plan fits on 2 devices"),
     ],
 )

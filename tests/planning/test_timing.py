@@ -102,6 +102,19 @@ def test_latency_between_nodes_counts_only_there() -> None:
     assert across.total >= 3
 
 
+def test_ranks_that_share_a_core_divide_it_while_both_compute() -> None:
+    """Causal and contiguous over free links: the first rank of four computes 1 of 16 parts, the last one 7."""
+    plan = ring(n=1024, size=4, causal=True, **HEAD)
+    free = DeviceRates(flops=1e9, bandwidth=1e15, latency=0, costs=PAIRS_ONLY)
+    own = ring_time(plan, free).total
+    shared = rank_times(plan, replace(free, devices_per_core=2))
+    assert own == pytest.approx(14 * 3.5 * WORK, rel=1e-2)
+    assert max(time.total for time in shared.values()) == pytest.approx(14 * (2.5 + 3.5) * WORK, rel=1e-2)
+    assert sum(time.work for time in shared.values()) < 2 * 14 * 8 * WORK, "a rank alone has the core for itself"
+    alone = ring_time(ring(n=1024, size=1, causal=True, **HEAD), replace(free, devices_per_core=4))
+    assert alone.total == pytest.approx(14 * 8 * WORK, rel=1e-2)
+
+
 def test_copying_takes_compute_that_overlaps_a_transfer() -> None:
     plan = ring(n=1024, size=2, heads=1, head_dim=64, layout="contiguous")
     rates = DeviceRates(flops=1e9, bandwidth=1e15, latency=0, costs=PAIRS_ONLY)
@@ -165,8 +178,9 @@ def test_a_large_ring_is_modelled_by_a_few_ranks() -> None:
         ((0.0, 1.0, 1.0), "flops=0.0"),
         ((1.0, float("inf"), 1.0), "bandwidth=inf"),
         ((1.0, 1.0, -1.0), "latency=-1.0"),
+        ((1.0, 1.0, 1.0, rs.TileCosts(), None, None, 0.0, 0), "devices_per_core=0"),
     ],
 )
-def test_bad_rates(rates: tuple[float, float, float], words: str) -> None:
+def test_bad_rates(rates: tuple[Any, ...], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         DeviceRates(*rates)

@@ -256,7 +256,7 @@ def test_a_buffer_that_is_received_into_while_in_use_is_found() -> None:
         return _send_receive(self, sends, receives, label)
 
     message = run_with(shared)
-    assert "rank 1, parcels of hop 1: receives from rank" in message
+    assert "rank 1, parcels of hop 1: sends to rank" in message  # posted after the receive
     assert "not waited for" in message
 
 

@@ -1,6 +1,7 @@
 """Rehearsals against real rings: equal bytes, memory within 10 %; and the network model."""
 
 import statistics
+from dataclasses import replace
 from functools import lru_cache
 
 import pytest
@@ -133,17 +134,35 @@ def test_links_within_and_across_nodes_are_independent() -> None:
     assert not network.is_across(4, 7)
     clock = RehearsalClock(network)
     start = clock.now
-    assert clock.arrival({False: 100, True: 0}) == pytest.approx(start + 2)
-    assert clock.arrival({False: 100, True: 100}) == pytest.approx(start + 11)  # 1 + 100/10; the other link: 4
-    assert clock.arrival({False: 0, True: 10}) == pytest.approx(start + 13)  # after the previous transfer
-    assert clock.wait_until(start + 13) == pytest.approx(13, abs=0.1)
+    assert clock.arrival({(False, True): 100}) == pytest.approx(start + 2)
+    assert clock.arrival({(False, True): 100, (True, True): 100}) == pytest.approx(start + 4)  # the other: 1 + 100/40
+    assert clock.arrival({(True, True): 10}) == pytest.approx(start + 4.75)  # after the previous transfer
+    assert clock.arrival({(True, False): 10}) == pytest.approx(start + 1.25)  # in the other direction
+    assert clock.wait_until(start + 5) == pytest.approx(5, abs=0.1)
     assert clock.wait_until(start + 5) == 0
-    assert clock.arrival({False: 0, True: 0}) == clock.now
+    assert clock.arrival({}) == clock.now
+
+
+def test_ranks_of_a_node_divide_its_link_as_their_plans_say() -> None:
+    """Relayed over two nodes of two, contiguous and not causal, only one rank of a node sends to the other node."""
+    rates = DeviceRates(1, bandwidth=1e12, latency=0, node_bandwidth=1e6)
+    network = Network(rates, ranks_per_node=2)
+    relay, direct = (
+        rs.plan(rs.Full(), 1024, ring_size=4, layout="contiguous", routing=routing) for routing in ("relay", "direct")
+    )
+    parcel, out, into = 2 * 256 * 8 * 64 * 4, (True, True), (True, False)
+    assert {size for links in network.ahead(relay, 1, backward=True).values() for size in links.values()} == {0}
+    hops = network.ahead(direct, 1, backward=False)
+    assert [hops[f"parcels of hop {hop}"] for hop in (1, 2, 3)] == [{out: 0}, {out: parcel, into: parcel}, {into: 0}]
+    assert Network(replace(rates, node_bandwidth=None), 2).ahead(direct, 1, backward=False) == {}
+    rank = rehearse_rank(direct, 1, network, torch.float32, backward=False)
+    link = (1 + 2 + 1) * parcel / 1e6
+    assert link - rank.working <= rank.waiting <= 1.001 * link
 
 
 def test_the_stand_in_fills_every_buffer_with_the_clock_paused() -> None:
     buffers = [torch.full((2, 1, 300_000, 8), torch.nan) for _ in range(2)]
-    transport = StandInTransport(0, FAST, torch.device("cpu"), lambda: None)
+    transport = StandInTransport(0, FAST, torch.device("cpu"), lambda: None, {})
     before = transport.clock.working
     pending = transport.send_receive([], [(1, buffer) for buffer in buffers], "parcels")
     spent = transport.clock.working - before

@@ -294,6 +294,11 @@ def best_plan(
         raise ValueError(f"layer_weights={layer_weights}: must be at least 0")
     if rates.node_bandwidth is not None and devices_per_node is None:
         raise ValueError("rates.node_bandwidth without devices_per_node: say how many devices a node has")
+    if rates.devices_per_core > 1:
+        raise ValueError(
+            f"rates.devices_per_core={rates.devices_per_core}: rings that run at once would share cores, which "
+            "is not modelled; give a core to each device, with flops / devices_per_core"
+        )
     layers = _layers_of(pattern, layer_weights)
     if per_node < 1 or (devices > per_node and devices % per_node):
         raise ValueError(f"devices_per_node={per_node}, devices={devices}: must be at least 1 and divide the devices")

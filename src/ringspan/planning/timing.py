@@ -43,6 +43,8 @@ class DeviceRates:
         copying: seconds of compute that a device loses for each byte that it sends or receives meanwhile. On CPUs, the
             threads of gloo take them from the cores; on GPUs 0. Head ranks, whose messages overlap nothing, take as
             long to pack and unpack them.
+        devices_per_core: so many consecutive devices, ranks on CPUs, share a core with ``flops``: those that compute at
+            the same time divide it equally.
     """
 
     flops: float
@@ -52,6 +54,7 @@ class DeviceRates:
     node_bandwidth: float | None = None
     node_latency: float | None = None
     copying: float = 0.0
+    devices_per_core: int = 1
 
     def __post_init__(self) -> None:
         for name in ("flops", "bandwidth", "node_bandwidth"):
@@ -62,6 +65,8 @@ class DeviceRates:
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
                 raise ValueError(f"{name}={value}: must be at least 0 seconds and finite")
+        if self.devices_per_core < 1:
+            raise ValueError(f"devices_per_core={self.devices_per_core}: must be at least 1")
 
     def link(self, between_nodes: bool) -> tuple[float, float]:
         """The latency and the bandwidth of a link inside a node, or of that between nodes."""
@@ -125,7 +130,8 @@ def rank_times(
     >>> times[0] == times[1] and times[0].work > times[0].waiting > 0  # the gradients that return at the end
     True
     """
-    ranks = modelled_ranks(plan, devices_per_node if rates.node_bandwidth else None)
+    together = max(devices_per_node or 1 if rates.node_bandwidth else 1, rates.devices_per_core)
+    ranks = modelled_ranks(plan, together)
     return _simulation(plan, ranks, rates, devices_per_node, weights).run()
 
 
@@ -185,8 +191,14 @@ def _spread(size: int, wanted: int) -> list[int]:
     return sorted({size - 1 - round(i * (size - 1) / max(1, wanted - 1)) for i in range(wanted)})
 
 
+_COMPUTE = "compute"
+
+
 class _Flow(NamedTuple):
-    """All messages of a batch from one rank to another: they begin together, and are waited for together."""
+    """All messages of a batch from one rank to another: they begin together, and are waited for together.
+
+    With the batch `_COMPUTE`, from a rank to itself: what the rank computes.
+    """
 
     batch: str
     sender: int
@@ -275,14 +287,14 @@ def _price(hop: Hop, costs: TileCosts, copies: int) -> float:
     )
 
 
-_Link = tuple[str, int]  # out of a rank or into it, out of a node or into it
+_Link = tuple[str, int]  # out of a rank or into it, out of a node or into it; or a core, whose "bytes" are seconds
 
 
 @dataclass(slots=True)
 class _Transfer:
     """A flow whose bytes move: at ``since``, so many were ``left``, and with ``speed`` they end at ``end``."""
 
-    links: tuple[_Link, _Link]  # out of the sender, and into the receiver
+    links: tuple[_Link, ...]  # out of the sender, and into the receiver; or a core
     bandwidth: float
     left: float
     since: float
@@ -297,6 +309,7 @@ class _Rank:
     actions: Iterator[_Action]
     missing: set[_Flow] = field(default_factory=set)
     since: float = 0.0
+    task: _Work = _Work(0.0)  # what it computes
     work: float = 0.0
     waiting: float = 0.0
     latency: float = 0.0
@@ -309,7 +322,7 @@ class _Simulation:
         self.rates, self.per_node = rates, devices_per_node
         self.ranks = {rank: _Rank(iter(actions)) for rank, actions in programs.items()}
         self.now = 0.0
-        self.events: list[tuple[float, int, int | _Flow]] = []  # a rank continues; a flow starts to move bytes, or ends
+        self.events: list[tuple[float, int, _Flow]] = []  # a flow starts to move bytes, or ends
         self.order = count()
         self.posted: dict[_Flow, int] = {}  # bytes
         self.done = set[_Flow]()
@@ -323,9 +336,7 @@ class _Simulation:
             self._continue(rank)
         while self.events:
             self.now, _, what = heappop(self.events)
-            if not isinstance(what, _Flow):
-                self._continue(what)
-            elif what in self.moving:
+            if what in self.moving:
                 if self.moving[what].end == self.now:  # otherwise it ends at another time by now
                     self._finish(what)
             elif what not in self.done:
@@ -338,11 +349,9 @@ class _Simulation:
         rank = self.ranks[number]
         for action in rank.actions:
             if isinstance(action, _Work):
-                rank.work += action.seconds
-                if self.spans is not None and action.name:
-                    end = self.now + action.seconds
-                    self.spans.append(ModelledSpan("work", number, action.name, self.now, end, action.pairs))
-                self._later(action.seconds, number)
+                rank.task, rank.since = action, self.now
+                core = (("core", number // self.rates.devices_per_core),)
+                self._move(_Flow(_COMPUTE, number, number), _Transfer(core, 1.0, action.seconds, self.now))
                 return
             if isinstance(action, _Post):
                 for flow, size in action.flows.items():
@@ -351,7 +360,7 @@ class _Simulation:
                 rank.missing, rank.since = missing, self.now
                 return
 
-    def _later(self, seconds: float, what: int | _Flow) -> None:
+    def _later(self, seconds: float, what: _Flow) -> None:
         heappush(self.events, (self.now + seconds, next(self.order), what))
 
     def _post(self, flow: _Flow, size: int) -> None:
@@ -363,12 +372,15 @@ class _Simulation:
 
     def _start(self, flow: _Flow) -> None:
         links, bandwidth = self._links(flow)
-        one = self.moving[flow] = _Transfer(links, bandwidth, self.posted[flow], self.now)
-        for link in links:
-            self.users[link][flow] = one
-        self._share(links)
+        self._move(flow, _Transfer(links, bandwidth, self.posted[flow], self.now))
 
-    def _share(self, links: tuple[_Link, _Link]) -> None:
+    def _move(self, flow: _Flow, one: _Transfer) -> None:
+        self.moving[flow] = one
+        for link in one.links:
+            self.users[link][flow] = one
+        self._share(one.links)
+
+    def _share(self, links: tuple[_Link, ...]) -> None:
         """Divide links equally among their flows; a flow gets its share of the link that more flows use."""
         for flow, one in {flow: one for link in links for flow, one in self.users[link].items()}.items():
             speed = one.bandwidth / max(len(self.users[link]) for link in one.links)
@@ -383,6 +395,9 @@ class _Simulation:
             del self.users[link][flow]
         self._share(links)
         self.done.add(flow)
+        if flow.batch == _COMPUTE:
+            self._finish_work(flow.sender)
+            return
         if self.spans is not None:
             ends = self.begun[flow], self.now
             self.spans.append(
@@ -400,6 +415,14 @@ class _Simulation:
                     if self.spans is not None and waited:
                         self.spans.append(ModelledSpan("wait", number, flow.batch, rank.since, self.now))
                     self._continue(number)
+
+    def _finish_work(self, number: int) -> None:
+        rank = self.ranks[number]
+        rank.work += self.now - rank.since
+        if self.spans is not None and rank.task.name:
+            task = rank.task
+            self.spans.append(ModelledSpan("work", number, task.name, rank.since, self.now, task.pairs))
+        self._continue(number)
 
     def _between_nodes(self, flow: _Flow) -> bool:
         return node_of(flow.sender, self.per_node) != node_of(flow.receiver, self.per_node)

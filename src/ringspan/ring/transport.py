@@ -144,12 +144,14 @@ class GroupTransport:
             self.used.add(self.group)
         self.counters.count(sends, receives)
         self.counters.posted = label
+        # Receives first: gloo announces them on the connection that carries the data. If the announcement queued behind
+        # a large message of this rank, the peer could not send before that has arrived: half of a link's bandwidth.
         operations = [
             dist.P2POp(operation, buffer, dist.get_global_rank(self.group, peer), self.group)
-            for operation, messages in ((dist.isend, sends), (dist.irecv, receives))
+            for operation, messages in ((dist.irecv, receives), (dist.isend, sends))
             for peer, buffer in messages
         ]
-        peers = [("sending to", peer) for peer, _ in sends] + [("receiving from", peer) for peer, _ in receives]
+        peers = [("receiving from", peer) for peer, _ in receives] + [("sending to", peer) for peer, _ in sends]
         try:
             works = dist.batch_isend_irecv(operations) if operations else []
         except RuntimeError as error:  # a connection that is already closed

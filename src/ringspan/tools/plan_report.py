@@ -452,24 +452,30 @@ def measure_link() -> LinkRates:
     )
 
 
-def exchange_messages() -> LinkRates:
-    """Runs on both processes: the rates that this one sees."""
-    large, small = _seconds_of_exchange(_LARGE_BYTES, _LARGE_ROUNDS), _seconds_of_exchange(_SMALL_BYTES, _SMALL_ROUNDS)
-    return LinkRates(_LARGE_BYTES / max(large - small, 1e-9), small, _copying_seconds() / (2 * _LARGE_BYTES))
+def exchange_messages(peer: int | None = None) -> LinkRates:
+    """Runs on all processes, each with a peer (default: the other one of two): the rates that this one sees."""
+    import torch.distributed as dist  # noqa: PLC0415
+
+    peer = 1 - dist.get_rank() if peer is None else peer
+    large, small = (
+        _seconds_of_exchange(peer, size, rounds)
+        for size, rounds in ((_LARGE_BYTES, _LARGE_ROUNDS), (_SMALL_BYTES, _SMALL_ROUNDS))
+    )
+    return LinkRates(_LARGE_BYTES / max(large - small, 1e-9), small, _copying_seconds(peer) / (2 * _LARGE_BYTES))
 
 
-def _copying_seconds() -> float:
+def _copying_seconds(peer: int) -> float:
     """By how much an exchange of large messages delays compute that takes longer than it does; median of rounds."""
     import torch  # noqa: PLC0415
     import torch.distributed as dist  # noqa: PLC0415
 
-    peer, (left, right) = 1 - dist.get_rank(), torch.randn(2, _PRODUCT_ROWS, _PRODUCT_ROWS).unbind()
+    left, right = torch.randn(2, _PRODUCT_ROWS, _PRODUCT_ROWS).unbind()
     outgoing, incoming = torch.zeros(2, _LARGE_BYTES, dtype=torch.uint8).unbind()
 
     def seconds(exchanges: bool) -> float:
         dist.barrier()
         start = time.perf_counter()
-        pending = [dist.isend(outgoing, peer), dist.irecv(incoming, peer)] if exchanges else []
+        pending = [dist.irecv(incoming, peer), dist.isend(outgoing, peer)] if exchanges else []
         for _ in range(_PRODUCTS):
             torch.mm(left, right)
         spent = time.perf_counter() - start
@@ -482,16 +488,15 @@ def _copying_seconds() -> float:
     return max(0.0, statistics.median(slowed - alone for slowed, alone in rounds))
 
 
-def _seconds_of_exchange(size: int, rounds: int) -> float:
+def _seconds_of_exchange(peer: int, size: int, rounds: int) -> float:
     import torch  # noqa: PLC0415
     import torch.distributed as dist  # noqa: PLC0415
 
-    peer = 1 - dist.get_rank()
     outgoing, incoming = torch.zeros(2, size, dtype=torch.uint8).unbind()
     spent = []
     for _ in range(rounds + 1):
         start = time.perf_counter()
-        pending = [dist.isend(outgoing, peer), dist.irecv(incoming, peer)]
+        pending = [dist.irecv(incoming, peer), dist.isend(outgoing, peer)]
         for work in pending:
             if work is not None:
                 work.wait()

@@ -7,7 +7,7 @@ time is computed from a network model. Work is measured, waiting is computed, an
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -27,12 +27,16 @@ from ringspan.runtime.launch import run_local_ranks
 from ringspan.runtime.trace_file import TraceLane
 from ringspan.tools.measure import Stopwatch, is_disturbed
 
+Link = tuple[bool, bool]  # whether it leaves the node, and whether the rank sends on it
+Sized = Sequence[tuple[int, int]]  # peer, bytes
+
 
 @dataclass(frozen=True, slots=True)
 class Network:
     """The links of `DeviceRates`, which are on nodes of ``ranks_per_node``; None for a single node.
 
-    All ranks of a node are assumed to send at the same time, so each has an even share of its ``node_bandwidth``.
+    The ranks of a node are assumed to post the messages of a hop at the same time. They divide its ``node_bandwidth``
+    equally.
     """
 
     rates: DeviceRates
@@ -47,20 +51,54 @@ class Network:
     def seconds(self, size: int, across: bool) -> float:
         """The time to transfer ``size`` bytes over one idle link."""
         latency, bandwidth = self.rates.link(across)
-        if across and self.rates.node_bandwidth is not None and self.ranks_per_node is not None:
-            bandwidth /= self.ranks_per_node
         return latency + size / bandwidth
+
+    def links(self, rank: int, sends: Sized, receives: Sized) -> dict[Link, int]:
+        """The bytes of some messages, each with its peer, on each of the rank's links."""
+        found: dict[Link, int] = {}
+        for is_sent, messages in ((True, sends), (False, receives)):
+            for peer, size in messages:
+                link = self.is_across(rank, peer), is_sent
+                found[link] = found.get(link, 0) + size
+        return found
+
+    def ahead(self, plan: RingPlan, rank: int, *, backward: bool) -> dict[str, dict[Link, int]]:
+        """For each batch of a rank, the bytes of other ranks that its node's links carry until its own are through.
+
+        On a link that is divided equally, each of the others sends as many meanwhile, if it has as many.
+        """
+        if self.rates.node_bandwidth is None or self.ranks_per_node is None:
+            return {}
+        first = rank - rank % self.ranks_per_node
+        by_rank = {
+            each: {
+                batch.label: self.links(
+                    each, *([(m.peer, m.bytes) for m in way] for way in (batch.sends, batch.receives))
+                )
+                for batch in plan.batches(each, backward=backward)
+            }
+            for each in range(first, min(first + self.ranks_per_node, plan.layout.ring_size))
+        }
+        others = [batches for each, batches in by_rank.items() if each != rank]
+        return {
+            label: {
+                link: sum(min(size, batches.get(label, {}).get(link, 0)) for batches in others)
+                for link, size in links.items()
+                if link[0]
+            }
+            for label, links in by_rank[rank].items()
+        }
 
 
 class RehearsalClock:
     """The time of the rehearsed rank: measured while it works, computed while it waits.
 
-    Each link carries one transfer at a time.
+    Each link carries one transfer at a time in each direction.
     """
 
     def __init__(self, network: Network) -> None:
         self._network = network
-        self._free_at = {False: 0.0, True: 0.0}  # by whether the link leaves the node
+        self._free_at: dict[Link, float] = {}
         self.working = self.waiting = 0.0
         self._since = time.perf_counter()
 
@@ -82,14 +120,14 @@ class RehearsalClock:
         finally:
             self._since = time.perf_counter()
 
-    def arrival(self, sizes: dict[bool, int]) -> float:
-        """When a transfer that starts now ends; ``sizes``: bytes on each kind of link, in the busier direction."""
+    def arrival(self, sizes: Mapping[Link, int]) -> float:
+        """When a transfer that starts now ends; ``sizes``: bytes on each link."""
         end = self.now
-        for across, size in sizes.items():
+        for link, size in sizes.items():
             if size:
-                start = max(self.now, self._free_at[across])
-                self._free_at[across] = start + self._network.seconds(size, across)
-                end = max(end, self._free_at[across])
+                start = max(self.now, self._free_at.get(link, 0.0))
+                self._free_at[link] = start + self._network.seconds(size, link[0])
+                end = max(end, self._free_at[link])
         return end
 
     def wait_until(self, arrival: float) -> float:
@@ -105,8 +143,16 @@ _NOISE_NUMBERS = 2**14  # few, since they count towards the memory of the rank
 class StandInTransport:
     """The transport of a rehearsed rank: received buffers are filled with noise, and nothing is sent."""
 
-    def __init__(self, rank: int, network: Network, device: torch.device, synchronize: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        network: Network,
+        device: torch.device,
+        synchronize: Callable[[], None],
+        ahead: Mapping[str, Mapping[Link, int]],
+    ) -> None:
         self.rank, self.network, self.counters, self.synchronize = rank, network, Counters(), synchronize
+        self._ahead = ahead
         self._noise = torch.randn(_NOISE_NUMBERS, generator=torch.Generator().manual_seed(0)).to(device)
         self.clock = RehearsalClock(network)
 
@@ -114,14 +160,13 @@ class StandInTransport:
         self.synchronize()
         with self.clock.paused():
             self.counters.count(sends, receives)
-            sizes = {across: max(self._bytes(way, across) for way in (sends, receives)) for across in (False, True)}
+            sized = ([(peer, x.nbytes) for peer, x in messages] for messages in (sends, receives))
+            ahead = self._ahead.get(label, {})
+            sizes = {link: n + ahead.get(link, 0) for link, n in self.network.links(self.rank, *sized).items()}
             for _, buffer in receives:
                 self._fill(buffer)
             self.synchronize()
             return StandInWork(self, self.clock.arrival(sizes))
-
-    def _bytes(self, messages: Messages, across: bool) -> int:
-        return sum(x.nbytes for peer, x in messages if self.network.is_across(self.rank, peer) == across)
 
     def _fill(self, buffer: Tensor) -> None:
         numbers = buffer.view(-1)
@@ -242,8 +287,9 @@ def _run(
         shape = (sizes.batch, own.rows, heads, sizes.head_dim)
         return torch.empty(shape, dtype=dtype, device=device.device).normal_()
 
-    def new_transport(begin: float) -> StandInTransport:
-        transport = StandInTransport(rank, network, device.device, _synchronize_for(device))
+    def new_transport(begin: float, backward: bool) -> StandInTransport:
+        ahead = network.ahead(plan, rank, backward=backward)
+        transport = StandInTransport(rank, network, device.device, _synchronize_for(device), ahead)
         if recorder is not None:
             transport.counters.recorder = recorder
             recorder.now = lambda: round(1e9 * (begin + transport.clock.running_now))
@@ -251,14 +297,14 @@ def _run(
 
     q, k, v = rows(sizes.heads), rows(sizes.kv_heads), rows(sizes.kv_heads)
     with torch.no_grad():
-        transport = new_transport(begin=0.0)
+        transport = new_transport(begin=0.0, backward=False)
         wide_out, lse = run_forward(own, traced(transport), q, k, v, scores=scores, kernel=kernel)
         out = wide_out.to(dtype)  # as the operator returns it
         del wide_out
         passes = [_metrics(transport)]
         if backward:
             grad_out = torch.ones_like(out)
-            transport = new_transport(begin=passes[0].seconds)
+            transport = new_transport(begin=passes[0].seconds, backward=True)
             needs = (True, True, True)
             tensors = (grad_out, None, q, k, v, out, lse)
             wide = run_backward(own, traced(transport), *tensors, scores=scores, kernel=kernel, needs=needs)

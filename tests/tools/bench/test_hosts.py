@@ -186,3 +186,11 @@ def test_a_ring_over_hosts_is_exact_and_sends_the_planned_bytes_between_them(ran
     sent, planned = sum(each["sent"] for each in found), found[0]["planned"]
     assert planned > 2**22
     assert 1 <= sent / planned < 1.02
+
+
+def test_a_ring_uses_both_directions_of_a_link_at_once() -> None:
+    """With gloo that depends on the order in which the messages of a hop are posted."""
+    with TestBed(hosts=2, rate="200mbit") as bed:
+        output, _ = bed.torchrun(1, "-m", "tests.tools.bench.exchange_on_hosts").wait()
+    both_ways, one_way = json.loads(output)
+    assert 0.9 < both_ways / one_way < 1.4  # 2 if one direction waited for the other
