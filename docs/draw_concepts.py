@@ -20,7 +20,8 @@ def draw_split() -> Figure:
     """One sequence of 32 rows over four ranks, in both layouts, and what a rank holds."""
     figure = Figure(figsize=(WIDTH, 3.7))
     axis = _empty_axis(figure, 74, 37)
-    for line, (layout, y) in enumerate((("contiguous", 28), ("zigzag", 19.5))):
+    lines: tuple[tuple[rs.LayoutName, float], ...] = (("contiguous", 28), ("zigzag", 19.5))
+    for line, (layout, y) in enumerate(lines):
         plan = _plan(rs.Full(), layout)
         axis.text(2, y + 4.6, f'layout="{layout}"', fontsize=9.5, color=INK, family="monospace")
         for part in plan.layout.rank_spans(0, ROWS):
@@ -31,10 +32,14 @@ def draw_split() -> Figure:
     for rank in range(RANKS):
         x = 2 + 17.7 * rank
         draw_box(axis, x, 2, 16.7, 13, PALE, "", INK, edge=COLOURS[rank])
-        axis.text(x + 8.3, 13, f"rank {rank}", fontsize=10, color=COLOURS[rank], ha="center", va="center", weight="bold")
+        axis.text(
+            x + 8.3, 13, f"rank {rank}", fontsize=10, color=COLOURS[rank], ha="center", va="center", weight="bold"
+        )
         for place, name in enumerate(("Q", "K", "V", "out")):
             draw_box(axis, x + 1 + 3.8 * place, 5.6, 3.2, 5, COLOURS[rank], name, "white")
-        axis.text(x + 8.3, 3.7, f"{plan.layout.rows_of(rank)} rows of each", fontsize=9, color=INK, ha="center", va="center")
+        axis.text(
+            x + 8.3, 3.7, f"{plan.layout.rows_of(rank)} rows of each", fontsize=9, color=INK, ha="center", va="center"
+        )
     return figure
 
 
@@ -66,16 +71,23 @@ def draw_needs() -> Figure:
 def draw_hops() -> Figure:
     """The schedule of four ranks: what each computes at each hop, and what it receives meanwhile."""
     plan = _plan(rs.Full(), "contiguous", causal=False)
-    figure = Figure(figsize=(WIDTH, 4.2))
-    axis = _empty_axis(figure, 74, 42)
+    figure = Figure(figsize=(WIDTH, 3.9))
+    axis = _empty_axis(figure, 74, 39)
     left, step = 10, 15.8
     for hop in range(RANKS):
-        axis.text(left + step * (hop + 0.47), 39, "own rows" if hop == 0 else f"hop {hop}", fontsize=10, ha="center", color=INK)
+        axis.text(
+            left + step * (hop + 0.47),
+            37,
+            "own rows" if hop == 0 else f"hop {hop}",
+            fontsize=10,
+            ha="center",
+            color=INK,
+        )
     for rank in range(RANKS):
         y = 31 - 8.4 * rank
         axis.text(1, y + 1.6, f"rank {rank}", fontsize=10, weight="bold", color=COLOURS[rank], va="center")
-        for number, hop in enumerate(plan.rank(rank).hops):
-            (owner,) = {message.parcel.owner for message in hop.receives} or {rank}
+        for number, found in enumerate(plan.rank(rank).hops):
+            (owner,) = {message.parcel.owner for message in found.receives} or {rank}
             x = left + step * number
             draw_box(axis, x, y, step - 0.8, 3.8, COLOURS[owner], f"Q of {rank} x K/V of {owner}", "white", size=8)
             if number:
@@ -103,7 +115,9 @@ def draw_merge() -> Figure:
     shown = [(name, scores[part].softmax(0), [i] * 4) for i, (name, part) in enumerate(zip(names, parts, strict=True))]
     shown.append(("merged = all keys at once", scores.softmax(0), [0] * 4 + [1] * 4))
     texts = [f"out = {out:.3f}\nlse = {each:.3f}" for out, each in zip(outs, lse, strict=True)]
-    texts.append(f"out = {share[0]:.3f} x {outs[0]:.3f} + {share[1]:.3f} x {outs[1]:.3f} = {merged:.3f}\nlse = {total:.3f}")
+    texts.append(
+        f"out = {share[0]:.3f} x {outs[0]:.3f} + {share[1]:.3f} x {outs[1]:.3f} = {merged:.3f}\nlse = {total:.3f}"
+    )
     panels = figure.subplots(1, 3, sharey=True, width_ratios=(4, 4, 8))
     for axis, (name, weights, owners), text in zip(panels, shown, texts, strict=True):
         axis.bar(range(len(weights)), weights, color=[COLOURS[owner] for owner in owners], width=0.75)
@@ -117,9 +131,11 @@ def draw_merge() -> Figure:
 
 def draw_balance() -> Figure:
     """The work of eight ranks, relative to an even share: one causal document, and packed documents."""
-    one, packed = (65_536,), (32_768, *[256] * 128)
+    cases: tuple[tuple[str, tuple[int, ...], tuple[rs.LayoutName, ...]], ...] = (
+        ("one document", (65_536,), ("contiguous", "zigzag")),
+        ("packed documents", (32_768, *[256] * 128), ("zigzag", "balanced")),
+    )
     figure = Figure(figsize=(WIDTH, 3.3), layout="constrained")
-    cases = (("one document", one, ("contiguous", "zigzag")), ("packed documents", packed, ("zigzag", "balanced")))
     of_layout = {"contiguous": COLOURS[1], "zigzag": COLOURS[0], "balanced": COLOURS[2]}
     panels = figure.subplots(1, 2, sharey=True)
     for axis, (title, lengths, layouts) in zip(panels, cases, strict=True):
@@ -127,7 +143,9 @@ def draw_balance() -> Figure:
             plan = rs.plan(rs.Full(), sum(lengths), ring_size=8, layout=layout, causal=True, lengths=lengths)
             work = torch.tensor([plan.work(rank) for rank in range(8)], dtype=torch.float64)
             label = f"{layout}: at most {plan.imbalance:.2f}"
-            axis.bar(torch.arange(8) + 0.4 * i - 0.2, work / work.mean(), width=0.38, color=of_layout[layout], label=label)
+            axis.bar(
+                torch.arange(8) + 0.4 * i - 0.2, work / work.mean(), width=0.38, color=of_layout[layout], label=label
+            )
         axis.axhline(1, color=INK, linewidth=0.8, linestyle=":")
         axis.set_title(title, fontsize=10)
         axis.set(xlabel="rank", xticks=range(8), ylim=(0, 3.0))
@@ -149,7 +167,8 @@ def _empty_axis(figure: Figure, width: float, height: float) -> Axes:
 
 
 def _pale(colour: str) -> str:
-    return to_hex([1 - 0.35 * (1 - part) for part in to_rgb(colour)])
+    red, green, blue = (1 - 0.35 * (1 - part) for part in to_rgb(colour))
+    return to_hex((red, green, blue))
 
 
 def _mark_ranks(axis: Axes, plan: RingPlan) -> None:

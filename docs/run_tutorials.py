@@ -1,9 +1,9 @@
 """Run the tutorials, and write what they print, draw and their notebooks: `make tutorials`.
 
-A tutorial is a page of `docs/tutorials`. Its blocks run from top to bottom, in one empty folder: `python` in one process,
-`python FILE` writes that file, `sh` runs in a shell. A `text` block that follows one is what it prints; "..." in it
-stands for anything. Pictures of the page are files that the blocks write. tests/test_tutorials.py runs the pages in the
-same way, and compares.
+A tutorial is a page of `docs/tutorials`. Its blocks run from top to bottom in one empty folder: `python` in one
+process, `python FILE` writes that file, `sh` runs in a shell. A `text` block that follows one is what it prints; "..."
+in it stands for anything. Pictures of the page are files that the blocks write. tests/test_tutorials.py runs the pages
+in the same way, and compares.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def notebook_of(text: str) -> dict[str, Any]:
 
 
 def _prose(text: str, number: int) -> list[dict[str, Any]]:
-    """Without pictures, which the code shows, and without links to pages, which are not next to a downloaded notebook."""
+    """Without pictures, which the code shows, and without links to pages, which a downloaded notebook does not have."""
     text = re.sub(r"^!\[[^]]*\]\([^)]*\)\n|^.*\.ipynb\).*\n", "", text, flags=re.M)
     text = re.sub(r"\[([^]]*)\]\((?!http)[^)]*\)", r"\1", text).strip()
     return [_cell("markdown", re.sub(r"\n{3,}", "\n\n", text), number)] if text else []
