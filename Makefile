@@ -38,8 +38,9 @@ explorer: $(READY)  ## build the explorer alone into docs/_build/explorer (npm f
 tutorials: $(INTEGRATIONS)  ## run the tutorials, and write what they print and draw, and their notebooks (about two minutes)
 	@$(BIN)/python docs/run_tutorials.py
 
-pictures: $(READY)  ## take the explorer's screenshots for the docs again (needs chromium)
+pictures: docs  ## take the screenshots of the explorer and of the site again (needs chromium)
 	@$(BIN)/python docs/take_pictures.py
+	@$(BIN)/python docs/take_pages.py
 
 versions: test-all  ## test everything, and list the versions in docs/versions.md
 	@$(BIN)/python docs/write_versions.py
