@@ -13,12 +13,12 @@ from ringspan.oracle import multiplicity
 from ringspan.planning import RingPlan
 
 RANKS, ROWS = 4, 32
-WIDTH = 7.4  # inches: legible on a phone, where the page shrinks them
+WIDTH = 5.2  # inches: legible on a phone, which shrinks them little
 
 
 def draw_split() -> Figure:
     """One sequence of 32 rows over four ranks, in both layouts, and what a rank holds."""
-    figure = Figure(figsize=(WIDTH, 3.7))
+    figure = Figure(figsize=(WIDTH, 2.8))
     axis = _empty_axis(figure, 74, 37)
     lines: tuple[tuple[rs.LayoutName, float], ...] = (("contiguous", 28), ("zigzag", 19.5))
     for line, (layout, y) in enumerate(lines):
@@ -36,7 +36,7 @@ def draw_split() -> Figure:
             x + 8.3, 13, f"rank {rank}", fontsize=10, color=COLOURS[rank], ha="center", va="center", weight="bold"
         )
         for place, name in enumerate(("Q", "K", "V", "out")):
-            draw_box(axis, x + 1 + 3.8 * place, 5.6, 3.2, 5, COLOURS[rank], name, "white")
+            draw_box(axis, x + 1 + 3.8 * place, 5.6, 3.2, 5, COLOURS[rank], name, "white", size=7.5)
         axis.text(
             x + 8.3, 3.7, f"{plan.layout.rows_of(rank)} rows of each", fontsize=9, color=INK, ha="center", va="center"
         )
@@ -50,7 +50,7 @@ def draw_needs() -> Figure:
         "Window(5)": rs.Window(5),
         "Dilated((8, 32), (1, 4))": rs.Dilated((8, 32), (1, 4)),
     }
-    figure = Figure(figsize=(WIDTH, 3.5), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 2.7), layout="constrained")
     for axis, (name, pattern) in zip(figure.subplots(1, 3), patterns.items(), strict=True):
         plan = _plan(pattern, "contiguous")
         owner = torch.arange(ROWS) * RANKS // ROWS
@@ -61,8 +61,8 @@ def draw_needs() -> Figure:
         colours = ["#FFFFFF", *(_pale(colour) for colour in COLOURS), *COLOURS]
         axis.pcolormesh(cells, cmap=ListedColormap(colours), vmin=-1.5, vmax=7.5, edgecolors="#EEEEEE", linewidth=0.2)
         received = plan.bytes_received(RANKS - 1) // plan.sizes.parcel_row_bytes
-        axis.set_title(name, fontsize=9, family="monospace")
-        axis.set_xlabel(f"keys\nrank 3 receives {received} rows", fontsize=9.5)
+        axis.set_title(name, fontsize=8.5)
+        axis.set_xlabel(f"keys of rank\nrank 3 receives {received}", fontsize=9.5)
         _mark_ranks(axis, plan)
     figure.axes[0].set_ylabel("queries of rank", fontsize=9)
     return figure
@@ -71,7 +71,7 @@ def draw_needs() -> Figure:
 def draw_hops() -> Figure:
     """The schedule of four ranks: what each computes at each hop, and what it receives meanwhile."""
     plan = _plan(rs.Full(), "contiguous", causal=False)
-    figure = Figure(figsize=(WIDTH, 3.9))
+    figure = Figure(figsize=(WIDTH, 3.2))
     axis = _empty_axis(figure, 74, 39)
     left, step = 10, 15.8
     for hop in range(RANKS):
@@ -89,9 +89,9 @@ def draw_hops() -> Figure:
         for number, found in enumerate(plan.rank(rank).hops):
             (owner,) = {message.parcel.owner for message in found.receives} or {rank}
             x = left + step * number
-            draw_box(axis, x, y, step - 0.8, 3.8, COLOURS[owner], f"Q of {rank} x K/V of {owner}", "white", size=8)
+            draw_box(axis, x, y, step - 0.8, 3.8, COLOURS[owner], f"Q {rank} x K/V {owner}", "white", size=8)
             if number:
-                text = f"K/V of {owner} arrive"
+                text = f"K/V {owner} arrive"
                 draw_box(axis, x - step, y - 3, step - 1.6, 2.4, "white", text, INK, edge=COLOURS[owner], size=8)
     axis.annotate("", (left + RANKS * step - 0.8, 1.4), (left, 1.4), arrowprops=dict(arrowstyle="->", color=INK))
     axis.text(left - 1, 1.4, "time", fontsize=9, color=INK, ha="right", va="center")
@@ -110,13 +110,13 @@ def draw_merge() -> Figure:
     merged = share[0] * outs[0] + share[1] * outs[1]
     if not torch.allclose(merged, scores.softmax(0) @ values, rtol=0, atol=1e-12):
         raise AssertionError("the parts do not merge to the softmax of all keys")
-    figure = Figure(figsize=(WIDTH, 3.3), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 2.9), layout="constrained")
     names = ("keys of rank 0", "keys of rank 1")
     shown = [(name, scores[part].softmax(0), [i] * 4) for i, (name, part) in enumerate(zip(names, parts, strict=True))]
-    shown.append(("merged = all keys at once", scores.softmax(0), [0] * 4 + [1] * 4))
+    shown.append(("merged: all keys at once", scores.softmax(0), [0] * 4 + [1] * 4))
     texts = [f"out = {out:.3f}\nlse = {each:.3f}" for out, each in zip(outs, lse, strict=True)]
     texts.append(
-        f"out = {share[0]:.3f} x {outs[0]:.3f} + {share[1]:.3f} x {outs[1]:.3f} = {merged:.3f}\nlse = {total:.3f}"
+        f"out = {share[0]:.3f} x {outs[0]:.3f}\n+ {share[1]:.3f} x {outs[1]:.3f} = {merged:.3f}\nlse = {total:.3f}"
     )
     panels = figure.subplots(1, 3, sharey=True, width_ratios=(4, 4, 8))
     for axis, (name, weights, owners), text in zip(panels, shown, texts, strict=True):
@@ -135,7 +135,7 @@ def draw_balance() -> Figure:
         ("one document", (65_536,), ("contiguous", "zigzag")),
         ("packed documents", (32_768, *[256] * 128), ("zigzag", "balanced")),
     )
-    figure = Figure(figsize=(WIDTH, 3.3), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 2.9), layout="constrained")
     of_layout = {"contiguous": COLOURS[1], "zigzag": COLOURS[0], "balanced": COLOURS[2]}
     panels = figure.subplots(1, 2, sharey=True)
     for axis, (title, lengths, layouts) in zip(panels, cases, strict=True):

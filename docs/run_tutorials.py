@@ -20,7 +20,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from doctest import ELLIPSIS, OutputChecker
+from doctest import ELLIPSIS, NORMALIZE_WHITESPACE, OutputChecker
 from pathlib import Path
 from typing import Any
 
@@ -96,12 +96,12 @@ def _working_in(folder: Path) -> Iterator[None]:
 
 
 def is_as_printed(wanted: str, got: str) -> bool:
-    """Whether a block prints what the page says.
+    """Whether a block prints what the page says. Long lines may be wrapped in the page.
 
     >>> is_as_printed("took ... s\\n", "took 0.31 s\\n"), is_as_printed("42\\n", "41\\n")
     (True, False)
     """
-    return OutputChecker().check_output(wanted, got, ELLIPSIS)
+    return OutputChecker().check_output(wanted, got, ELLIPSIS | NORMALIZE_WHITESPACE)
 
 
 def with_outputs(text: str, outputs: list[str]) -> str:

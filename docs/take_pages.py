@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import io
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 from playwright.sync_api import sync_playwright
@@ -30,7 +32,7 @@ def main() -> None:
     parser.add_argument("--pages", type=Path, help="also write each page in full into this folder")
     arguments = parser.parse_args()
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=OPTIONS)
+        browser: Any = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=OPTIONS)
         for sheet, (viewport, colours, width) in SHEETS.items():
             shots = []
             for name in NAMES:
@@ -49,7 +51,7 @@ def main() -> None:
         browser.close()
 
 
-def contact_sheet(shots: list[Image.Image], width: int) -> Image.Image:
+def contact_sheet(shots: Sequence[Image.Image], width: int) -> Image.Image:
     """All pictures side by side, on grey."""
     height = round(width * shots[0].height / shots[0].width)
     rows = -(-len(shots) // COLUMNS)
