@@ -1,12 +1,14 @@
 """The tutorials run, print what their pages say and draw their pictures; their notebooks are those pages, and run."""
 
+import doctest
 import os
 import sys
 from pathlib import Path
 
 import pytest
-from docs.run_tutorials import NOTEBOOKS, PAGES, blocks_of, is_as_printed, notebook_text, pictures_of, run_blocks
 
+from docs import run_tutorials
+from docs.run_tutorials import NOTEBOOKS, PAGES, blocks_of, is_as_printed, notebook_text, pictures_of, run_blocks
 from tests.ranks import starts_processes
 
 
@@ -52,6 +54,12 @@ def test_a_notebook_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
             assert is_as_printed(block.printed, printed.replace("\r\n", "\n"))
         if "figure.savefig" in block.code:
             assert any("image/png" in out.get("data", {}) for out in cell.outputs), "the figure is not shown"
+
+
+def test_examples_of_the_runner() -> None:
+    result = doctest.testmod(run_tutorials)
+    assert result.attempted
+    assert not result.failed
 
 
 def test_every_picture_of_a_page_is_described() -> None:
