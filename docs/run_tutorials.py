@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from doctest import ELLIPSIS, NORMALIZE_WHITESPACE, OutputChecker
@@ -164,7 +165,7 @@ def main() -> None:
     for page in PAGES:
         if names and page.stem not in names:
             continue
-        text = page.read_text()
+        text, start = page.read_text(), time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
             page.write_text(with_outputs(text, list(run_blocks(blocks_of(text), Path(folder)))))
             for name in pictures_of(text):
@@ -172,7 +173,7 @@ def main() -> None:
                 shutil.copy(found, FIGURES / name)
         if page.name in NOTEBOOKS:
             page.with_suffix(".ipynb").write_text(notebook_text(page.read_text()))
-        print(page.relative_to(DOCS.parent))
+        print(f"{page.relative_to(DOCS.parent)}: {time.perf_counter() - start:.0f} s")
 
 
 if __name__ == "__main__":
