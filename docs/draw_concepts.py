@@ -58,8 +58,9 @@ def draw_needs() -> Figure:
         local = owner[:, None] == owner
         # -1: not seen; 0 to 3: the rank that holds the key; 4 to 7: the same, of another rank
         cells = torch.where(seen, owner + RANKS * ~local, -1)
-        colours = ["#FFFFFF", *(_pale(colour) for colour in COLOURS), *COLOURS]
-        axis.pcolormesh(cells, cmap=ListedColormap(colours), vmin=-1.5, vmax=7.5, edgecolors="#EEEEEE", linewidth=0.2)
+        axis.pcolormesh(
+            cells.numpy(), cmap=ListedColormap(colours), vmin=-1.5, vmax=7.5, edgecolors="#EEEEEE", linewidth=0.2
+        )
         received = plan.bytes_received(RANKS - 1) // plan.sizes.parcel_row_bytes
         axis.set_title(name, fontsize=8.5)
         axis.set_xlabel(f"keys of rank\nrank 3 receives {received}", fontsize=9.5)
@@ -120,7 +121,7 @@ def draw_merge() -> Figure:
     )
     panels = figure.subplots(1, 3, sharey=True, width_ratios=(4, 4, 8))
     for axis, (name, weights, owners), text in zip(panels, shown, texts, strict=True):
-        axis.bar(range(len(weights)), weights, color=[COLOURS[owner] for owner in owners], width=0.75)
+        axis.bar(range(len(weights)), weights.tolist(), color=[COLOURS[owner] for owner in owners], width=0.75)
         axis.set_title(name, fontsize=10)
         axis.set_xlabel(text, fontsize=9.5)
         axis.set_xticks([])
@@ -143,9 +144,8 @@ def draw_balance() -> Figure:
             plan = rs.plan(rs.Full(), sum(lengths), ring_size=8, layout=layout, causal=True, lengths=lengths)
             work = torch.tensor([plan.work(rank) for rank in range(8)], dtype=torch.float64)
             label = f"{layout}: at most {plan.imbalance:.2f}"
-            axis.bar(
-                torch.arange(8) + 0.4 * i - 0.2, work / work.mean(), width=0.38, color=of_layout[layout], label=label
-            )
+            places = [rank + 0.4 * i - 0.2 for rank in range(8)]
+            axis.bar(places, (work / work.mean()).tolist(), width=0.38, color=of_layout[layout], label=label)
         axis.axhline(1, color=INK, linewidth=0.8, linestyle=":")
         axis.set_title(title, fontsize=10)
         axis.set(xlabel="rank", xticks=range(8), ylim=(0, 3.0))
