@@ -58,9 +58,8 @@ def draw_needs() -> Figure:
         local = owner[:, None] == owner
         # -1: not seen; 0 to 3: the rank that holds the key; 4 to 7: the same, of another rank
         cells = torch.where(seen, owner + RANKS * ~local, -1)
-        axis.pcolormesh(
-            cells.numpy(), cmap=ListedColormap(colours), vmin=-1.5, vmax=7.5, edgecolors="#EEEEEE", linewidth=0.2
-        )
+        palette = ListedColormap(["#FFFFFF", *(_pale(colour) for colour in COLOURS), *COLOURS])
+        axis.pcolormesh(cells.numpy(), cmap=palette, vmin=-1.5, vmax=7.5, edgecolors="#EEEEEE", linewidth=0.2)
         received = plan.bytes_received(RANKS - 1) // plan.sizes.parcel_row_bytes
         axis.set_title(name, fontsize=8.5)
         axis.set_xlabel(f"keys of rank\nrank 3 receives {received}", fontsize=9.5)
