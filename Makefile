@@ -8,7 +8,7 @@ INTEGRATIONS := $(VENV)/integrations
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-rest test-all test-explorer lint errors dist docs explorer pictures versions models figures bench scale clean
+.PHONY: help run test test-rest test-all test-explorer lint errors dist docs explorer tutorials pictures versions models figures bench scale clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{ printf "  make %-18s %s\n", $$1, $$2 }'
@@ -36,8 +36,12 @@ docs: $(INTEGRATIONS)  ## build the documentation site and the explorer into doc
 explorer: $(READY)  ## build the explorer alone into docs/_build/explorer (npm fetches Pyodide once)
 	@$(BIN)/ringspan explore --out docs/_build/explorer
 
-pictures: $(READY)  ## take the explorer's screenshots for the docs again (needs chromium)
+tutorials: $(INTEGRATIONS)  ## run the tutorials, and write what they print and draw, and their notebooks (about two minutes)
+	@$(BIN)/python docs/run_tutorials.py
+
+pictures: docs  ## take the screenshots of the explorer and of the site again (needs chromium)
 	@PYTHONPATH=. $(BIN)/python docs/take_pictures.py
+	@PYTHONPATH=. $(BIN)/python docs/take_pages.py
 
 versions: test-all  ## test everything, and list the versions in docs/versions.md
 	@$(BIN)/python docs/write_versions.py

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import ringspan as rs
+from draw_concepts import draw_balance, draw_hops, draw_merge, draw_needs, draw_split
 from draw_ring import draw_ring
 from draw_slide import draw_slide
 from draw_traces import draw_layout
@@ -23,6 +24,11 @@ def main() -> None:
     halo = rs.plan(rs.Window(6), 64, ring_size=4, layout="contiguous", causal=True, heads=1)
     pictures = {
         "ring": draw_ring(),
+        "concept_split": draw_split(),
+        "concept_needs": draw_needs(),
+        "concept_hops": draw_hops(),
+        "concept_merge": draw_merge(),
+        "concept_balance": draw_balance(),
         "worked_example": draw_pattern(example, 16, 2),
         "worked_example_causal": draw_pattern(example, 16, 2, causal=True),
         "longnet_causal": draw_pattern(longnet, 32, 3, causal=True),

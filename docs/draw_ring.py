@@ -37,7 +37,7 @@ def _draw_sequence(axis: Axes) -> None:
     cell = width / (2 * RANKS)
     for span in range(2 * RANKS):
         rank = min(span, 2 * RANKS - 1 - span)
-        _box(axis, left + span * cell, 35.6, cell - 0.5, 3, COLOURS[rank], f"rank {rank}", "white")
+        draw_box(axis, left + span * cell, 35.6, cell - 0.5, 3, COLOURS[rank], f"rank {rank}", "white")
     axis.text(left, 33.8, "first token", fontsize=8, color=INK)
     axis.text(left + width - 0.5, 33.8, "last token", fontsize=8, color=INK, ha="right")
 
@@ -47,7 +47,7 @@ def _draw_ranks(axis: Axes) -> None:
 
     _title(axis, 4, 29.8, "2. Send", "Only the K/V rows that another rank needs, already dilated.")
     for rank, (x, y) in enumerate([(4, 17.5), (28, 17.5), (28, 4), (4, 4)]):
-        _box(axis, x, y, 15, 6.5, COLOURS[rank], f"rank {rank}\nrows of Q K V out", "white")
+        draw_box(axis, x, y, 15, 6.5, COLOURS[rank], f"rank {rank}\nrows of Q K V out", "white")
     arrows = [
         ((19, 20.7), (28, 20.7)),
         ((35.5, 17.5), (35.5, 10.5)),
@@ -69,9 +69,9 @@ def _draw_timeline(axis: Axes) -> None:
     for hop in range(HOPS + 1):
         owner = -hop % RANKS
         label = "own rows" if hop == 0 else f"hop {hop}"
-        _box(axis, left + hop * step, 19.5, step - 0.5, 3.4, COLOURS[owner], label, "white")
+        draw_box(axis, left + hop * step, 19.5, step - 0.5, 3.4, COLOURS[owner], label, "white")
         if hop:
-            _box(axis, left + (hop - 1) * step, 14.9, step - 1.4, 3.4, PALE, f"hop {hop}", INK, edge=COLOURS[owner])
+            draw_box(axis, left + (hop - 1) * step, 14.9, step - 1.4, 3.4, PALE, f"hop {hop}", INK, edge=COLOURS[owner])
     end = left + (HOPS + 1) * step - 0.5
     axis.annotate("", (end, 13), (left, 13), arrowprops=dict(arrowstyle="->", color=INK))
     axis.text((left + end) / 2, 11, "time", ha="center", fontsize=8, color=INK)
@@ -87,11 +87,22 @@ def _title(axis: Axes, x: float, y: float, head: str, text: str) -> None:
     axis.text(x, y - 2.5, text, fontsize=9, color=INK, va="center")
 
 
-def _box(
-    axis: Axes, x: float, y: float, width: float, height: float, fill: str, text: str, ink: str, edge: str = "none"
+def draw_box(
+    axis: Axes,
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    fill: str,
+    text: str,
+    ink: str,
+    *,
+    edge: str = "none",
+    size: float = 8.5,
 ) -> None:
+    """A rounded box with text in its middle. ``size`` is that of the font."""
     from matplotlib.patches import FancyBboxPatch  # noqa: PLC0415
 
     shape = dict(boxstyle="round,pad=0,rounding_size=0.7", linewidth=1.6)
     axis.add_patch(FancyBboxPatch((x, y), width, height, facecolor=fill, edgecolor=edge, **shape))  # type: ignore[arg-type]
-    axis.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=8.5, color=ink, linespacing=1.3)
+    axis.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=size, color=ink, linespacing=1.3)

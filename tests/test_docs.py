@@ -16,12 +16,17 @@ from ringspan.cli.app import COMMANDS, load_command
 from tests.ranks import shares_processes
 
 ROOT = Path(__file__).parent.parent
-CURRENT = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-PAGES = [*CURRENT, ROOT / "CHANGELOG.md"]
+RUN_HERE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*RUN_HERE, *sorted((ROOT / "docs/tutorials").glob("*.md"))]  # tests/test_tutorials.py runs these
+CURRENT = [page for page in PAGES if page.name != "CHANGELOG.md"]
 FAST = ("README.md",)  # `make test` starts the ring of this page, `make test-all` those of all
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", RUN_HERE, ids=lambda page: page.name)
 def test_examples_run(page: Path) -> None:
     run_blocks(page, "python")
 
@@ -31,7 +36,7 @@ def test_examples_run(page: Path) -> None:
     "page",
     [
         pytest.param(page, marks=[] if page.name in FAST else pytest.mark.slow, id=page.name)
-        for page in PAGES
+        for page in RUN_HERE
         if "```python ring\n" in page.read_text()
     ],
 )
@@ -58,7 +63,7 @@ def blocks_of(page: Path, mark: str) -> list[str]:
     return re.findall(rf"^```{mark}\n(.*?)^```", page.read_text(), re.M | re.S)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
         if not target.startswith("http"):
@@ -71,13 +76,13 @@ def test_every_make_target_exists() -> None:
         assert set(re.findall(r"`make ([a-z-]+)`", page.read_text())) <= targets
 
 
-@pytest.mark.parametrize("page", CURRENT, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", CURRENT, ids=name_of)
 def test_every_path_exists(page: Path) -> None:
     for path in re.findall(r"`((?:src|tests|docs|benchmarks|examples)/[\w./-]*)", page.read_text()):
         assert (ROOT / path).exists() or path.startswith("docs/_build"), f"{page.name} names {path}"
 
 
-@pytest.mark.parametrize("page", CURRENT, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", CURRENT, ids=name_of)
 def test_every_option_of_a_command_exists(page: Path) -> None:
     for name, rest in re.findall(rf"ringspan ({'|'.join(COMMANDS)})\b([^`\n#]*)", page.read_text()):
         options = {option for each in load_command(name).params for option in (*each.opts, *each.secondary_opts)}
