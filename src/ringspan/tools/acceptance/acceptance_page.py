@@ -148,7 +148,8 @@ def _kernel_rows(reports: Reports, settings: AcceptanceSettings) -> Rows:
 _SHARE_TEXT = (
     "Throughput relative to the fused kernel on contiguous tiles that hold every pair of the definition, without "
     'views, merging or sums of gradients; timed in turns, median of rounds. The plain plan (optimize="none") computes '
-    "exactly these tiles; the default plan computes pairs once that several branches see, so it can exceed 1."
+    "exactly these tiles; the default plan computes pairs once that several branches see, so it can exceed 1. †: other "
+    "programs disturbed some calls, also when they were repeated."
 )
 
 
