@@ -82,7 +82,7 @@ def load(run: Measuring) -> dict[str, Any]:
     with _browser(run) as (browser, home):
         for name, width in (("desktop", 1280), ("phone", 390)):
             seconds, shifts = [], []
-            for _ in range(run.sized(1, 7, 21)):
+            for _ in range(run.sized(1, 5, 21)):
                 with Explorer(browser, home, viewport=dict(width=width, height=844)) as explorer:
                     explorer.context.add_init_script(SHIFTS)
                     explorer.page.goto(home)

@@ -109,6 +109,11 @@ def test_a_query_and_a_rank_are_shown_in_all_views(explorer: Explorer) -> None:
     followed = explorer.drawn()
     assert {name for name in VIEWS if followed[name] != chosen[name]} == set(VIEWS)
     assert explorer.page.inner_text("#ring-text").startswith("Rank 2 computes ")
+    assert explorer.page.input_value("#rank") == "2"
+    explorer.page.focus("#rank")
+    explorer.page.keyboard.press("ArrowDown")  # also without a mouse
+    explorer.wait()
+    assert explorer.settings()["rank"] == "3"
 
 
 def test_a_hop_is_marked_in_the_matrix(explorer: Explorer) -> None:
@@ -206,7 +211,7 @@ def test_the_ring_plays_pauses_and_steps(explorer: Explorer) -> None:
     page.click("#forward")
     explorer.wait()
     assert explorer.settings()["hop"] == "1"
-    assert page.inner_text("#hop-text") == "hop 1 of 3"
+    assert page.inner_text("#hop-text") == "1 of 3"
     page.click("#back")
     explorer.wait()
     page.click("#play")

@@ -7,6 +7,7 @@ import { drawing, element, round, show, table, text, unitOf } from "./svg.js";
 
 const SIDE = 640, CENTRE = SIDE / 2, SECONDS = 2.6, NODES = 64;
 const box = document.querySelector("#ring");
+const follow = document.querySelector("#rank");
 const slider = document.querySelector("#hop");
 const still = window.matchMedia("(prefers-reduced-motion: reduce)");
 let facts = null, shown = null, keys = null, ranks = [], playing = false, started = 0, packets = [], tell = () => {};
@@ -18,6 +19,7 @@ export function setUpRing(onHop) {
   button("back", () => { stop(); go(state.selected.hop - 1); });
   button("forward", () => { stop(); go(state.selected.hop + 1); });
   button("play", () => (playing ? stop() : play()));
+  follow.addEventListener("change", () => change({ selected: { rank: Number(follow.value) } }));
   slider.addEventListener("input", () => { stop(); go(Number(slider.value)); });
   onChange(({ settings, selected }) => {
     if (settings) stop();
@@ -28,6 +30,7 @@ export function setUpRing(onHop) {
 
 export function showRing(overview) {
   facts = overview;
+  follow.replaceChildren(new Option("all ranks", "-1"), ...facts.sample.map((rank) => new Option(`rank ${rank}`, rank)));
   ranks = facts.sample.length < facts.ranks ? facts.shown.slice(0, 1) : [];
   return loadHop();
 }
@@ -92,9 +95,10 @@ const at = (rank, radius = ring()) => [CENTRE + radius * Math.cos(angle(rank)), 
 
 function draw() {
   const { hops, number, moves, heads, computed } = shown;
+  follow.value = String(state.selected.rank);
   slider.max = hops - 1;
   slider.value = number;
-  document.querySelector("#hop-text").textContent = `hop ${whole(number)} of ${whole(hops - 1)}`;
+  document.querySelector("#hop-text").textContent = `${whole(number)} of ${whole(hops - 1)}`;
   const last = number >= hops - 1;
   const total = moves.reduce((sum, move) => sum + move.bytes, 0);
   const sampled = shown.ranks.length < facts.ranks;
