@@ -105,7 +105,8 @@ def report(results: Results) -> Page:
     )
     sentence = (
         f"Recording takes at most **{on:.2%}** of a step, and {off:.2%} if nothing is traced: the number of records of "
-        f"a rank, times the time to record a tile, or of a check. Whole steps vary far more on this machine: the median of traced ones differs "
+        f"a rank, times the time to record a tile, or of a check. "
+        f"Whole steps vary far more on this machine: the median of traced ones differs "
         f"by {medians} from that of others, the fastest by {fastest}."
     )
     cells: Rows = [["tokens", "median step, not traced", "traced", "fastest step, not traced", "traced",
@@ -122,7 +123,8 @@ def report(results: Results) -> Page:
     text = (
         f"Steps of `ringspan train` (nano, {PATTERN}) over two hosts with one rank each and links of {RATE}, in one "
         f"run, {STEPS} traced and {STEPS} not traced in turns; {len(rows[0]['seconds']['on'])} of each. Records: "
-        "spans, and sizes of buffers. Without a trace there is at most one check for each. Shares are of the fastest step."
+        "spans, and sizes of buffers. Without a trace there is at most one check for each. Shares are "
+        "of the fastest step."
     )
     table = Table("Steps", cells, text)
     return Page("Cost", sentence, "python -m benchmarks traces", f"Machine: {results.machine}", [table])
