@@ -223,7 +223,8 @@ def cells_table(bed: str, every: list[Cell]) -> Table:
         "*Hidden*: the share of the time that the busiest link takes for its bytes in which the rank that waits least "
         "does not wait, planned / measured. Measured shares can be larger: to gloo, a message is sent when the kernel "
         "has buffered the rest of it; in the model, when it has arrived. *Short*: less than "
-        f"{1e3 * SHORTEST:.0f} ms. *Sent*: MiB between the hosts by the counters of their interfaces, and the bytes of the plan; packet headers, acknowledgements and the "
+        f"{1e3 * SHORTEST:.0f} ms. *Sent*: MiB between the hosts by the counters of their interfaces, and the "
+        "bytes of the plan; packet headers, acknowledgements and the "
         f"barriers around a step add {min(sent_over):.1%} to {max(sent_over):.1%}."
     )
     return Table(
