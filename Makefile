@@ -63,7 +63,7 @@ models: $(INTEGRATIONS)  ## compare every Transformers model type with eager att
 figures: $(READY)  ## draw the pictures of the docs again
 	@$(BIN)/python docs/draw_figures.py
 
-bench: $(PEERS) $(INTEGRATIONS)  ## run all benchmark suites and write all result pages (about 95 minutes, LONG=1: more than five; Linux, a C++ compiler, an idle machine)
+bench: $(PEERS) $(INTEGRATIONS)  ## run all benchmark suites and write all result pages (about 100 minutes, LONG=1: more than five; Linux, a C++ compiler, an idle machine)
 	@$(BIN)/python -m benchmarks all $(if $(LONG),--long)
 
 scale: $(READY)  ## measure growth with length and ring size, and write docs/scale.md (minutes, LONG=1: an hour with a billion tokens; an idle machine)

@@ -2,7 +2,7 @@
 
     python -m benchmarks                       # list the suites
     python -m benchmarks ring one_device       # measure these
-    python -m benchmarks all                   # measure everything in about 95 minutes, as `make bench` does
+    python -m benchmarks all                   # measure everything in about 100 minutes, as `make bench` does
     python -m benchmarks all --long            # more rounds and longer runs: more than five hours
     python -m benchmarks ring --only speed     # one part; the other parts keep their stored results
     python -m benchmarks scale --resume        # continue an interrupted run

@@ -45,3 +45,12 @@ def _poisoned_memory() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_process_group_left() -> Iterator[None]:
+    """A process group that a test leaves would fail later tests of the same worker, whichever they are."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+        pytest.fail("the test left a process group: call destroy_process_group()")
