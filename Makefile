@@ -16,7 +16,7 @@ help:  ## list the targets
 run: $(READY)  ## verify rings of 1, 2 and 4 local processes, and write a report (about 70 seconds)
 	@$(BIN)/ringspan verify
 
-test: lint  ## lint, types and the fast tests (under 5 minutes on two cores)
+test: lint  ## lint, types and the fast tests (7 minutes on two cores)
 	@$(PYTEST) -m "not slow" --ignore tests/integrations
 
 test-rest: $(INTEGRATIONS)  ## what test leaves out: slow tests, random tests with all examples, integrations, the explorer (about 10 minutes)

@@ -92,7 +92,7 @@ class Trainer:
                 if resume:
                     self.load()
         except BaseException:
-            self._watchdog.stop(failed=True)
+            self._give_up()
             raise
 
     def _set_up(self, settings: TrainSettings) -> None:
@@ -204,9 +204,16 @@ class Trainer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if error is None:
             self.close()
-        elif self._is_open:  # other ranks may be gone, so no collective
+        elif self._is_open:
             self._is_open = False
-            self._watchdog.stop(failed=True)
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """After an error: other ranks may be gone or still need this one, so only a group of one is destroyed."""
+        context: DistributedContext | None = getattr(self, "context", None)
+        if context is not None and context.owns_group and context.world_size == 1:
+            dist.destroy_process_group()
+        self._watchdog.stop(failed=True)
 
     @contextmanager
     def _recording(self) -> Iterator[None]:
