@@ -14,7 +14,7 @@ from heapq import nsmallest
 from itertools import pairwise
 from math import ceil, lcm
 
-from ringspan.geometry import Branch, Full, Pattern, SegmentBranch, WindowBranch
+from ringspan.geometry import Full, Pattern, SegmentBranch, WindowBranch
 
 # The largest part of a rank's rows or work that one piece of a document may have. Smaller parts balance better and send
 # more, so the first that balances is taken.
@@ -67,31 +67,45 @@ def work_before(pattern: Pattern, causal: bool, rows: int, stop: int) -> int:
     >>> work_before(Full(), True, 4, 4), work_before(Full(), False, 4, 3)
     (10, 12)
     """
-    branches, unit = _branches(pattern, rows)
-    return sum(_branch_work(branch, causal, rows, stop, unit) for branch in branches)
+    return work_function(pattern, causal, rows)(stop)
 
 
 @lru_cache(maxsize=1024)
-def _branches(pattern: Pattern, rows: int) -> tuple[tuple[Branch, ...], int]:
-    """The branches, and the number of heads over which their offsets repeat."""
+def work_function(pattern: Pattern, causal: bool, rows: int) -> Callable[[int], int]:
+    """`work_before` of a document, as a function of ``stop``: what is the same for all rows is computed once."""
     branches = pattern.branches(rows)
-    return branches, lcm(*(branch.rate for branch in branches if isinstance(branch, SegmentBranch)))
+    # The number of heads over which the offsets of the branches repeat.
+    unit = lcm(*(branch.rate for branch in branches if isinstance(branch, SegmentBranch)))
+    parts = [
+        _window_work(branch.up_to_own_row() if causal else branch, rows, unit)
+        if isinstance(branch, WindowBranch)
+        else _segments_work(branch, causal, rows, unit // branch.rate)
+        for branch in branches
+    ]
+    return parts[0] if len(parts) == 1 else lambda stop: sum(part(stop) for part in parts)
 
 
-def _branch_work(branch: Branch, causal: bool, rows: int, stop: int, unit: int) -> int:
-    if isinstance(branch, WindowBranch):
-        window, last = branch.up_to_own_row() if causal else branch, rows - stop
-        ahead = _steps(rows, window.right, window.rate) - _steps(last, window.right, window.rate)
-        return unit * (stop + _steps(stop, window.left, window.rate) + ahead)
+def _window_work(window: WindowBranch, rows: int, unit: int) -> Callable[[int], int]:
+    left, right, rate = window.left, window.right, window.rate
+    ahead = _steps(rows, right, rate)
+    return lambda stop: unit * (stop + _steps(stop, left, rate) + ahead - _steps(rows - stop, right, rate))
+
+
+def _segments_work(branch: SegmentBranch, causal: bool, rows: int, factor: int) -> Callable[[int], int]:
     length, rate = branch.segment_length, branch.rate
     first = min(length - branch.shift, rows)
-    if stop <= first:
-        pairs = _segment_work(first, stop, rate, causal)
-    else:
+    if causal and rate == 1 and first == rows:  # one segment: what balancing evaluates most
+        return lambda stop: factor * (stop * (stop + 1) // 2)
+    of_first, of_each = (_segment_work(each, each, rate, causal) for each in (first, length))
+
+    def work(stop: int) -> int:
+        if stop <= first:
+            return factor * _segment_work(first, stop, rate, causal)
         whole, rest = divmod(stop - first, length)
-        pairs = _segment_work(first, first, rate, causal) + whole * _segment_work(length, length, rate, causal)
-        pairs += _segment_work(min(length, rows - first - whole * length), rest, rate, causal)
-    return unit // rate * pairs
+        last = min(length, rows - first - whole * length)
+        return factor * (of_first + whole * of_each + _segment_work(last, rest, rate, causal))
+
+    return work
 
 
 def _segment_work(rows: int, stop: int, rate: int, causal: bool) -> int:
@@ -147,8 +161,8 @@ class _Documents:
 
     def __init__(self, rule: Balanced, lengths: tuple[int, ...], ring_size: int) -> None:
         self.lengths, self.ring_size = lengths, ring_size
-        self.work_before = partial(work_before, rule.pattern, rule.causal)
-        self.work: Callable[[int], int] = cache(lambda rows: self.work_before(rows, rows))
+        self.function: Callable[[int], Callable[[int], int]] = cache(partial(work_function, rule.pattern, rule.causal))
+        self.work: Callable[[int], int] = cache(lambda rows: self.function(rows)(rows))
         self.mean_rows = sum(lengths) / ring_size
         self.mean_work = sum(map(self.work, lengths)) / ring_size
         self.most_rows = ceil(self.mean_rows * (1 + rule.slack))
@@ -189,12 +203,13 @@ class _Documents:
 
     def zigzag(self, rows: int) -> bool:
         """Whether early rows have so much less work than late ones that consecutive rows would not be balanced."""
-        early = self.work_before(rows, rows // 2)
+        early = self.function(rows)(rows // 2)
         return self.work(rows) - early > early * _SAME_WORK
 
     def _item(self, start: int, rows: int, *pieces: tuple[int, int]) -> _Item:
         """Pieces of the document that starts at ``start``."""
-        work = sum(self.work_before(rows, stop) - self.work_before(rows, first) for first, stop in pieces)
+        before = self.function(rows)
+        work = sum(before(stop) - before(first) for first, stop in pieces)
         held = tuple((start + first, start + stop) for first, stop in pieces if first < stop)
         return _Item(held, sum(stop - first for first, stop in pieces), work)
 
@@ -205,7 +220,7 @@ class _Documents:
         """
         start = min(piece[0] for item in items for piece in item.pieces)
         rows = sum(item.rows for item in items)
-        work, zigzag = partial(self.work_before, rows), self.zigzag(rows)
+        work, zigzag = self.function(rows), self.zigzag(rows)
         first, last, found = 0, rows, dict[int, _Item]()
         mean = sum(work_wanted) / rows
         order = list(range(len(items)))
