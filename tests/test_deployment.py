@@ -29,7 +29,7 @@ missing = why_not()
 pytestmark = [starts_processes, pytest.mark.slow, pytest.mark.skipif(bool(missing), reason=f"no test bed: {missing}")]
 
 SCRIPT = ROOT / "examples/train.sbatch"
-SMALL = (*FLAGS, "--preset", "quick", "--timeout", "20")
+SMALL = (*FLAGS, "--preset", "quick", "--warmup", "20", "--dtype", "float32", "--timeout", "20")
 VERIFY = ("--pattern", "256x1,1024x4", "--tokens", "4k")
 ENVIRONMENT = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
 
