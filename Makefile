@@ -19,12 +19,12 @@ run: $(READY)  ## verify rings of 1, 2 and 4 local processes, and write a report
 test: lint  ## lint, types and the fast tests (7 minutes on two cores)
 	@$(PYTEST) -m "not slow" --ignore tests/integrations
 
-test-rest: $(INTEGRATIONS)  ## what test leaves out: slow tests, random tests with all examples, integrations, the explorer (about 10 minutes)
+test-rest: $(INTEGRATIONS)  ## what test leaves out: slow tests, random tests with all examples, integrations, the explorer (about 40 minutes)
 	@$(PYTEST) -m "slow or hypothesis" --hypothesis-profile full --ignore tests/integrations --ignore tests/explorer
 	@$(BIN)/python -m pytest -q tests/integrations
 	@$(MAKE) --no-print-directory test-explorer
 
-test-all: test test-rest  ## test, then test-rest (about 12 minutes on two cores)
+test-all: test test-rest  ## test, then test-rest (about 50 minutes on two cores)
 
 test-explorer: $(READY)  ## the explorer in a real browser (needs chromium and npm; about 2 minutes)
 	@.ci/browser || exit 0; $(BIN)/python -m pytest -q tests/explorer
