@@ -24,31 +24,20 @@ from ringspan.kernels import choose
 from ringspan.oracle import dense_attention
 from ringspan.runtime.settings import install_command
 from ringspan.tools.measure import describe_machine
-from ringspan.tools.precision import closest_to_limit, results_of
+from ringspan.tools.precision import ClosestResult, closest_to_limit, results_of
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _ROWS, _HEADS, _DIM = 64, 4, 16
 _PATTERN = Dilated((16, 64), (1, 4))
 
 
-@dataclass(frozen=True, slots=True)
-class SelfTest:
-    """One device and dtype: the error and the allowed error of the result that is closest to its limit.
-
-    The results are output, lse, dq, dk and dv. If the test could not run, ``failure`` says why.
-    """
+@dataclass(frozen=True)
+class SelfTest(ClosestResult):
+    """One device and dtype; the results are output, lse, dq, dk and dv."""
 
     device: str
     dtype: str
     kernel: str
-    result: str = ""
-    error: float = 0.0
-    allowed: float = 0.0
-    failure: str = ""
-
-    @property
-    def passed(self) -> bool:
-        return not self.failure and self.error <= self.allowed
 
 
 def run_self_test(device: str, dtype: torch.dtype) -> SelfTest:
@@ -66,7 +55,7 @@ def run_self_test(device: str, dtype: torch.dtype) -> SelfTest:
         worst, error, allowed = closest_to_limit(ours, dense, right, dtype)
     except Exception as raised:  # a driver or a broken installation may raise anything
         return SelfTest(device, name, kernel, failure=f"{type(raised).__name__}: {raised}")
-    return SelfTest(device, name, kernel, worst, error, allowed)
+    return SelfTest(device, name, kernel, result=worst, error=error, allowed=allowed)
 
 
 # Packages that attention does not need: what each is used for, and how to install it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,20 @@ from ringspan.kernels import accumulation_dtype
 
 _FP64_ALLOWED = 1e-12
 _TIMES_DENSE, _STEPS, _LSE_STEPS = 2, 4, 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClosestResult:
+    """The error and the allowed error of the result that is closest to its limit. ``failure``: why there is none."""
+
+    result: str = ""
+    error: float = 0.0
+    allowed: float = 0.0
+    failure: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return not self.failure and self.error <= self.allowed
 
 
 def closest_to_limit(

@@ -18,7 +18,7 @@ from ringspan.api import attention
 from ringspan.geometry import Mask
 from ringspan.kernels import Kernel, ScoreOptions, accumulation_dtype
 from ringspan.oracle import dense_attention
-from ringspan.tools.precision import closest_to_limit, results_of
+from ringspan.tools.precision import ClosestResult, closest_to_limit, results_of
 
 MASKS: tuple[Mask, ...] = ("full", "causal", "anticausal")
 SHAPES = [(1, 1, 1, 1, 1), (2, 3, 37, 37, 8), (1, 2, 64, 64, 64), (3, 1, 5, 130, 3), (2, 2, 130, 7, 16)]
@@ -34,20 +34,12 @@ Tile = list[Tensor]  # q, k, v and the gradient of the output
 
 
 @dataclass(frozen=True)
-class KernelComparison:
-    """One tile or call: the result that is closest to its limit. ``failure`` says what it raised."""
+class KernelComparison(ClosestResult):
+    """One tile or call."""
 
     kernel: str
     dtype: str
     case: str
-    result: str = ""
-    error: float = 0.0
-    allowed: float = 0.0
-    failure: str = ""
-
-    @property
-    def passed(self) -> bool:
-        return not self.failure and self.error <= self.allowed
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "passed": self.passed}
